@@ -39,7 +39,7 @@ from mini_ee.rules import Policy, Threshold
 #
 # (Skip this part if you know them.) The exit is a random choice, so we cannot differentiate through it. But the
 # gradient of the expected reward is the expectation of reward times gradient of the log probability of the choice. So
-# draw an exit, compute its reward $R$, and make this choice more probable in proportion to $R$. One draw says little,
+# draw an exit, compute its reward $R$, and make this choice the more probable the larger $R$ is. One draw says little,
 # because its variance is large. Subtracting a *baseline* $b$, which does not depend on the draw, keeps the mean, since
 # $\mathrm{E}[b\,\nabla \ln p] = b\,\nabla \sum p = 0$, and lowers the variance. Here $b$ is the mean reward of the
 # other draws for the same sentence:
@@ -162,8 +162,8 @@ plots.memorized(means)
 # | the memorized layer measures how hard an example is | holds: it correlates with the loss |
 # | the hardness-guided reward is better than the vanilla one | undecided |
 #
-# These [verdicts](results/consistentee.md) rest on TREC and SST-2, with five seeds. **Use it** when the speed has to
-# be set during training; a cut on the policy can still shift it later.
+# These [verdicts](results/consistentee.md) rest on TREC and SST-2, with five seeds. **Use it** when you can set
+# the speed during training; afterwards only the cut on the policy's probability changes it.
 #
 # A policy can decide for tokens too: see `fit_tokens` in the same file. The same as a script: `python -m
 # mini_ee.consistent`, with `--model DIR --task FILE` for your own.

@@ -15,13 +15,13 @@ def cache_gap() -> Drawing:
     frames = (
         ("1  The gap", '"time" must attend to all tokens, but keys and values are missing.', "cut", "?"),
         (
-            '2  missing_kv="copy_state"',
+            "2  copy_state",
             "The state at the exit is the input of all layers above: cheap, not exact.",
             "store",
             "copy",
         ),
         (
-            '3  missing_kv="recompute"',
+            "3  recompute",
             "The layers run for these tokens later, in one block: exact, more work.",
             "exit",
             "run",
