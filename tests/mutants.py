@@ -876,6 +876,23 @@ OF_TRIALS = [
     ("exits.trial_answers.safe_threshold", source("1 - lost / (count + 1)", "epsilon"), "trial_answers.py::test_the_guarantee_is_broken_by_delta_of_the_calibrations_at_most"),
 ]
 
+SCORES = "token_metrics.py::test_entities_are_those_of_a_regular_expression[0-"
+ANSWERED = "token_metrics.py::test_answers_are_scored_against_the_gold_answer_that_is_nearest"
+OF_SCORES = [
+    ("data.token_metrics.entities", source('before in "BI"', 'before in "BIES"'), SCORES + "IOBES]"),
+    ("data.token_metrics.entities", source(" and kind == kind_before", ""), SCORES + "IOB2]"),
+    ("data.token_metrics.tag_scores", source("_ratio(both, named)", "_ratio(both, there)"), SCORES + "IOB2]"),
+    ("data.token_metrics.answer_scores", source("shared += max(", "shared += min("), ANSWERED),
+    ("data.token_metrics.normalised", source("a|an|the", "a|the"), ANSWERED),
+    ("data.token_metrics._word_f1", source("return float(words == wanted)", "return 0.0"), ANSWERED),
+]
+GOLD = "token_tasks.py::test_gold_labels_score_the_exits_and_the_rule[token-classification]"
+OF_GOLD = [
+    ("evaluation.gold_labels.word_tags", source("reversed(tokens)", "tokens"), "token_tasks.py::test_a_word_has_the_label_of_its_first_token"),
+    ("cli.evaluate_gold.evaluate", source("[of_exits[k][row] for", "[of_exits[-1][row] for"), GOLD),
+    ("export.add_exits._gold_scores", source("for row in test.labels", "for row in range(len(test.labels))"), "token_tasks.py::test_the_summary_scores_the_test_texts_if_there_are_gold_labels[token-classification]"),
+]
+
 SKIPPED = "skipped_layers.py::"
 OF_SKIPPING = [
     ("exits.skipped_layers.SkippingSegments.draft_logits", source("self.stay", "range(self.exits[-1])"), SKIPPED + "test_each_draft_loads_the_layers_that_stay_and_each_round_all_of_them"),
@@ -943,11 +960,11 @@ MUTANTS = [
     *[(place, bug, SPEC + test) for place, bug, test in EQUATIONS],
     *[(dotted(place), bug, f"{CONTRACT}early_exit.py::{test}") for place, bug, test in LOOP],
     *[(dotted(place), bug, CONTRACT + test) for place, bug, test in RULES],
-    *[(dotted(place), bug, METHODS + test) for place, bug, test in (*OF_METHODS, *OF_TRIALS, *OF_SKIPPING)],
+    *[(dotted(place), bug, METHODS + test) for place, bug, test in (*OF_METHODS, *OF_TRIALS, *OF_SKIPPING, *OF_GOLD)],
     *[(dotted(place), bug, PARITY + test) for place, bug, test in (*OF_MODELS, *OF_FAMILIES, *OF_HEADS, *OF_GRAPHS)],
     *[(dotted(place), bug, f"experiments/test_leaderboard_{test}") for place, bug, test in OF_LEADERBOARD],
     *[(dotted(place), bug, f"experiments/test_{test}") for place, bug, test in OF_PAGES],
-    *[(dotted(place), bug, f"lab/data/test_{test}") for place, bug, test in OF_DATA],
+    *[(dotted(place), bug, f"lab/data/test_{test}") for place, bug, test in (*OF_DATA, *OF_SCORES)],
     *[(dotted(place), bug, f"serve/{test}") for place, bug, test in OF_SERVING],
     *[(dotted(place), bug, f"lab/commands/test_{test}") for place, bug, test in OF_COMMANDS],
     *[(dotted(place), bug, f"export/test_ring_{test}") for place, bug, test in OF_RING],
