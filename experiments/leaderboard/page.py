@@ -16,8 +16,6 @@ from mini_ee.experiments.leaderboard.runs import HELD_OUT_ROWS
 from mini_ee.experiments.leaderboard.tables import (
     Leaderboard,
     absent_rows,
-    borrowed_rates,
-    fewer_epochs,
     figure_rows,
     prediction_rows,
     read_leaderboard,
@@ -81,9 +79,6 @@ def page_figures(board: Leaderboard, passed: dict[str, Exam], decoders: Decoders
         "better": [name for name in others if (name, REFERENCE) in board.better],
         "worse": [name for name in others if (REFERENCE, name) in board.better],
         "tiers": tiers(board),
-        "fewer_epochs": (fewer := fewer_epochs(board)),
-        "borrowed_rates": (borrowed := borrowed_rates(board)),
-        "unfair": [name for name in others if (REFERENCE, name) in board.better and name in {*fewer, *borrowed}],
         "elsewhere": [
             _best_on(board, name)
             for name in board.plan.tasks

@@ -119,33 +119,6 @@ def _row(board: Leaderboard, method: str) -> list[str]:
     return [method, accuracy, gap, *saved]
 
 
-def fewer_epochs(board: Leaderboard) -> list[str]:
-    """The methods that were trained with fewer epochs for each exit than joint training, by the settings of records."""
-    epochs = {
-        (name, method): min(run.about.get("settings", {}).get("epochs", math.inf) for run in runs.values())
-        for name, task in board.tasks.items()
-        for method, runs in task.runs.items()
-        if method != CONTROL
-    }
-    fewer = {
-        method
-        for (name, method), trained_epochs in epochs.items()
-        if trained_epochs < epochs.get((name, REFERENCE), trained_epochs)
-    }
-    return [method for method in board.plan.methods if method in fewer]
-
-
-def borrowed_rates(board: Leaderboard) -> list[str]:
-    """The methods with records whose rates were searched by the rules of another method, of the same training."""
-    borrowed = set()
-    for name, task in board.tasks.items():
-        for method, runs in task.runs.items():
-            searched = {run.about.get("trained_as", method) for run in runs.values()} - {method}
-            if not board.plan.state(name, method)["tried"]:
-                borrowed |= {method for other in searched if board.plan.state(name, other)["tried"]}
-    return [method for method in board.plan.methods if method in borrowed]
-
-
 # ---- Each task ----
 def task_rows(board: Leaderboard, name: str) -> list[list[str]]:
     """A row for each method on a task: SHOWN, measured speed-up at half of the FLOPs, and the number of seeds."""

@@ -1,8 +1,10 @@
 """`mini-ee reproduce leaderboard`: what is trained, resumption, shared trainings, and rules replayed from records."""
 
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -427,6 +429,20 @@ def test_the_first_exit_of_each_method_costs_less_than_half_of_the_layers(tmp_pa
     }
     assert exits_by_name["joint"] == [*range(1, 13)] and exits_by_name["lora-exits"] == [4, 12]
     assert all(2 * exits[0] < exits[-1] for exits in exits_by_name.values() if exits)
+
+
+@pytest.mark.skipif("MINI_EE_SHARED" not in os.environ, reason="needs the real models of MINI_EE_SHARED")
+def test_the_committed_records_were_made_by_this_protocol():
+    """The command would make no record again."""
+    sources, results = Sources(None, Path("unused")), Path(__file__).parents[2] / "results"
+    seeds = tuple(range(protocol.SEEDS))
+    lacking = [
+        (exam.name, *record_name)
+        for exam in protocol.EXAMS
+        for job in runs.jobs(protocol.trainings_of(exam, sources), protocol.methods(quick=False), seeds)
+        for record_name in runs.missing(results, job, seeds)
+    ]
+    assert not lacking
 
 
 # ---- Rules replayed from records ----

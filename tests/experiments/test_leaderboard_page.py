@@ -238,31 +238,6 @@ def test_the_tiers_are_those_of_the_significant_differences(board):
     assert row[:3] == ["pabee", "–", "–"] and "±" in row[3]
 
 
-def test_a_method_with_fewer_epochs_than_joint_training_is_named(board):
-    runs = {
-        name: {
-            seed: run._replace(about=run.about | {"settings": {"epochs": 2 if name == "pabee" else 4}})
-            for seed, run in seeds.items()
-        }
-        for name, seeds in board.tasks["TREC"].runs.items()
-    }
-    runs[CONTROL] = board.tasks["TREC"].runs[CONTROL]
-    tasks = board.tasks | {"TREC": board.tasks["TREC"]._replace(runs=runs)}
-    assert tables.fewer_epochs(board._replace(tasks=tasks)) == ["pabee"] and tables.fewer_epochs(board) == []
-
-
-def test_a_method_whose_rates_another_one_chose_is_named_until_it_has_a_search_of_its_own(board, tmp_path):
-    plan = board.plan._replace(records=tmp_path / "records")  # all are trained as joint
-    tried = [{"factor": 4.0, "seed": 0, "score": 0.8, "seconds": 1.0}]
-    assert tables.borrowed_rates(board._replace(plan=plan)) == []  # nothing was searched
-    write_state(tmp_path, "SST-2", "joint", tried)
-    write_state(tmp_path, "TREC", "consistent", tried)
-    assert tables.borrowed_rates(board._replace(plan=plan)) == ["two-stage", "pabee", "consistent"]
-    for name in ("consistent", "pabee"):
-        write_state(tmp_path, "SST-2", name, tried)
-    assert tables.borrowed_rates(board._replace(plan=plan)) == ["two-stage"]
-
-
 def test_the_details_have_every_method_and_say_what_is_missing(board, pages):
     for name in ("TREC", "SST-2"):
         rows = table_of(pages["leaderboard/tasks.md"].partition(f"## {name}")[2], "method")
