@@ -7,13 +7,22 @@ import re
 import textwrap
 import tokenize
 from dataclasses import dataclass, field
+from pathlib import Path
+from posixpath import dirname, relpath
 
-from prose import DOCSTRING, ROOT, Links, Text, highlighted, relative
+from equations import latex_of_docstring, with_mathml
+from markdown import Markdown
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_by_name
 
+ROOT = Path(__file__).parents[1]
 RING = re.compile(r"^mini_ee\.(?=(lab|export|serve)\.)")  # whose folder stands beside mini_ee/
 SECTION = re.compile(r"-{2,} *(.*?)[ .]*-{2,}$")  # of a comment: "---- The equations ----"
 IMPORTS = (ast.Import, ast.ImportFrom)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+STYLE = "<style>.md-grid { max-width: 100rem; }</style>"  # text and code side by side need room
+LIST = re.compile(r"^((?! *(?:[-*]|\d+\.) ) *\S.*)\n(?= *(?:[-*]|1\.) )", re.M)  # the line above its first item
 NAME = re.compile(r'(?<!<span class="o">\.</span>)<span class="n[nc]?">([\w.]+)</span>')
 
 
@@ -80,31 +89,25 @@ class Code:
                 self.hidden |= _lines(node)
             before = node if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
 
-    @property
-    def headings(self) -> list[tuple[str, str]]:
-        """(anchor, words) of sections, functions and classes."""
-        return [(name, name) for name in self.names]
-
-    def html(self, links: Links, page: str, notes: Text | None = None) -> str:
-        """The body of the page. notes: below its title."""
-        targets = _targets(self.tree, links, page) | {name: f"#{name}" for name in self.names}
+    def html(self, files: dict[str, "Code"], notes: str = "") -> str:
+        """The body of the page. files: those that have a page, by their path. notes: HTML below the title."""
+        targets = _targets(self, files) | {name: f"#{name}" for name in self.names}
         first, _, head = self.head.partition("\n\n")
         first = first if "\n" in first else f"**{first}**"
-        parts = [f"<h1><code>{self.source}</code></h1>", self._text(first, links, page)]
-        if notes:
-            parts.append(f'<div class="notes">{links.render(notes.tokens, notes.source, page)}</div>')
-        parts += [f'<div class="head">{self._text(head, links, page)}</div><div class="rows">']
+        parts = [STYLE, text_html(first)]
+        parts += [f'<div class="notes">{notes}</div>'] if notes else []
+        parts += [f'<div class="head">{text_html(head)}</div><div class="rows">']
         for row in self._with_code():
             lines = "\n".join(row.code).strip("\n")
             section = f"<h2>{html.escape(row.section)}</h2>" if row.section.strip() else ""
             anchor = f' id="{row.name}"' if row.name else ""
             name = f'<h3><a href="#{row.name}">{row.name}</a></h3>' if row.name else ""
-            code = f"<pre><code>{_linked(lines, targets)}</code></pre>" if lines.strip() else ""
+            code = code_html(_linked(lines, targets)) if lines.strip() else ""
             if row is self.rows[1] and not (name or row.text) and code:
                 parts.append(f"<details><summary>Imports</summary>{code}</details>")
                 continue
             if section or name or code or row.text:
-                text = f'<div class="text">{name}{self._text(row.text, links, page)}</div>'
+                text = f'<div class="text">{name}{text_html(row.text)}</div>'
                 parts.append(f'{section}<section class="row"{anchor}>{text}<div class="code">{code}</div></section>')
         return "\n".join([*parts, "</div>"])
 
@@ -116,50 +119,82 @@ class Code:
             row.code += [] if number in self.hidden else [line]
         return [self.rows[line] for line in sorted(self.rows)]
 
-    def _text(self, docstring: str, links: Links, page: str) -> str:
-        """A docstring as HTML: Markdown, and lists in columns."""
-        parts = []
-        for block in re.split(r"\n\s*\n(?=\S)", docstring.strip("\n")):
-            if re.search(r"^\s*>>> ", block):
-                parts.append(f"<pre><code>{highlighted(textwrap.dedent(block), 'pycon')}</code></pre>")
-            elif re.match(r"\S.*?\S {2,}\S|\S+:$", block):
-                parts.append(self._columns(block, links, page))
-            else:
-                parts.append(links.render(DOCSTRING.parse(block), self.source, page, DOCSTRING))
-        return "".join(parts)
 
-    def _columns(self, block: str, links: Links, page: str) -> str:
-        """Terms, two or more spaces, what they mean; indented lines continue, and may be columns themselves."""
-        entries = []
-        for line in block.splitlines():
-            if match := re.match(r"(\S.*?)( {2,})(\S.*)$", line):
-                entries.append([match[1], [" " * match.end(2) + match[3]]])
-            elif line[:1].strip() or not entries:
-                entries.append([line, []])
-            else:
-                entries[-1][1].append(line)
-        terms = []
-        for term, lines in entries:
-            meaning = textwrap.dedent("\n".join(lines))
-            term = links.render(DOCSTRING.parseInline(term), self.source, page, DOCSTRING)
-            terms.append(f"<dt>{term}</dt><dd>{self._text(meaning, links, page)}</dd>")
-        return f"<dl>{''.join(terms)}</dl>"
+def highlighted(code: str, language: str) -> str:
+    """Code as HTML, a line a line."""
+    return highlight(code, get_lexer_by_name(language), HtmlFormatter(nowrap=True))
+
+
+def code_html(lines: str) -> str:
+    return f'<div class="highlight"><pre><code>{lines}</code></pre></div>'
+
+
+def _parser() -> Markdown:
+    """Of docstrings: Markdown without HTML."""
+    generic = {"pymdownx.arithmatex": {"generic": True}}
+    parser = Markdown(extensions=["tables", "sane_lists", *generic], extension_configs=generic)
+    parser.preprocessors.deregister("html_block")
+    parser.inlinePatterns.deregister("html")
+    return parser
+
+
+PARSER = _parser()
+
+
+def with_lists(text: str) -> str:
+    """Markdown with an empty line above each list; Python-Markdown needs one, GitHub does not."""
+    return LIST.sub(r"\1\n\n", text)
+
+
+def _markdown(text: str) -> str:
+    return with_mathml(PARSER.reset().convert(with_lists(text)), latex_of_docstring)
+
+
+def text_html(docstring: str) -> str:
+    """A docstring as HTML: Markdown with formulas, and lists in columns."""
+    parts = []
+    for block in re.split(r"\n\s*\n(?=\S)", docstring.strip("\n")):
+        if re.search(r"^\s*>>> ", block):
+            parts.append(code_html(highlighted(textwrap.dedent(block), "pycon")))
+        elif re.match(r"\S.*?\S {2,}\S|\S+:$", block):
+            parts.append(_columns(block))
+        else:
+            parts.append(_markdown(block))
+    return "".join(parts)
+
+
+def _columns(block: str) -> str:
+    """Terms, two or more spaces, what they mean; indented lines continue, and may be columns themselves."""
+    entries = []
+    for line in block.splitlines():
+        if match := re.match(r"(\S.*?)( {2,})(\S.*)$", line):
+            entries.append([match[1], [" " * match.end(2) + match[3]]])
+        elif line[:1].strip() or not entries:
+            entries.append([line, []])
+        else:
+            entries[-1][1].append(line)
+    terms = []
+    for term, lines in entries:
+        meaning = text_html(textwrap.dedent("\n".join(lines)))
+        terms.append(f"<dt>{_markdown(term)[3:-4]}</dt><dd>{meaning}</dd>")  # without <p>
+    return f"<dl>{''.join(terms)}</dl>"
 
 
 def _lines(node: ast.AST) -> set[int]:
     return set(range(node.lineno, node.end_lineno + 1))
 
 
-def _targets(tree: ast.Module, links: Links, page: str) -> dict[str, str]:
+def _targets(code: Code, files: dict[str, Code]) -> dict[str, str]:
     """Address of each name that the file imports from a file that has a page."""
     targets = {}
-    for node in ast.walk(tree):
+    for node in ast.walk(code.tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 for module, anchor in ((f"{node.module}.{alias.name}", ""), (node.module, f"#{alias.name}")):
                     path = f"{re.sub(RING, '', module).replace('.', '/')}.py"
-                    if path in links.pages and (not anchor or (path, alias.name) in links.anchors):
-                        targets[alias.asname or alias.name] = relative(links.pages[path], page) + anchor
+                    if path in files and (not anchor or alias.name in files[path].names):
+                        address = relpath(path, dirname(code.source)).replace(".py", ".html")
+                        targets[alias.asname or alias.name] = address + anchor
                         break
     return targets
 

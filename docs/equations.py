@@ -1,12 +1,21 @@
 """Formulas as MathML, which browsers draw without any script or font of ours."""
 
+import html
 import re
+from collections.abc import Callable
 
 from latex2mathml.converter import convert
 
 SYMBOLS = "alpha beta gamma delta epsilon eta theta lambda mu pi rho sigma tau phi sum prod min max exp log ln in"
 OPERATORS = {">=": r"\ge ", "<=": r"\le ", "!=": r"\ne ", r"\.\.\.": r"\dots ", r"\|": r"\mid ", r"(?<![\w.])1\(": "𝟙("}
 SPELLED = {r"\arg\max": r"\operatorname{arg\,max}", r"\arg\min": r"\operatorname{arg\,min}"}
+
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
+
+
+def with_mathml(content: str, latex_of: Callable[[str], str] = str) -> str:
+    """HTML of Python-Markdown with its formulas as MathML. latex_of: the LaTeX of what was written."""
+    return FORMULA.sub(lambda match: mathml(latex_of(html.unescape(match[2])), match[1] == "div"), content)
 
 
 def mathml(latex: str, display: bool) -> str:

@@ -1,37 +1,25 @@
-"""The page on which a model runs in the browser: a run is trained on the built-in reviews and exported with `--web`."""
+"""A model that runs in the browser, for the site: a run on the built-in reviews, exported with `--web`. It needs npm.
 
-import html
-import shutil
+python docs/live.py site/live
+"""
+
+import sys
 import tempfile
 from pathlib import Path
 
-FOLDER = "live"
+import mini_ee
+from mini_ee.lab.export.web_page import fetch_libraries, vendor_command
+
 SETTINGS = {"epochs": 2, "max_train": 1000}
-FRAME = f"""# A model that runs in your browser
-
-This is the page that `mini-ee export RUN --web` writes: the built-in BERT with an exit after every layer, trained on
-{SETTINGS["max_train"]} of the built-in reviews while this site was built. All texts stay in your browser.
-
-[Open it alone]({FOLDER}/index.html)
-
-<iframe src="{FOLDER}/index.html" title="A model that exits early"></iframe>
-"""
 
 
-def write_live(out: Path) -> str:
-    """Train, export to OUT/live, and return Markdown that shows it, or says why it is missing."""
-    import mini_ee
-    from mini_ee.lab.export.web_page import fetch_libraries, vendor_command
-
+def main(out: Path) -> str | None:
+    """Train, and export to the folder. Returns why the libraries of the page are missing, if they are."""
     with tempfile.TemporaryDirectory() as folder:
         run = mini_ee.train("joint", out=Path(folder) / "run", **SETTINGS)
-        mini_ee.export(run, out / FOLDER, web=True)
-    failed = fetch_libraries(out / FOLDER, print) if vendor_command(out / FOLDER) else None
-    if failed:
-        shutil.rmtree(out / FOLDER)
-    return missing(failed) if failed else FRAME
+        mini_ee.export(run, out, web=True)
+    return fetch_libraries(out, print) if vendor_command(out) else None
 
 
-def missing(reason: str) -> str:
-    """The page without the model."""
-    return f"# A model that runs in your browser\n\nThis page is missing here: {html.escape(reason)}.\n"
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -3,8 +3,7 @@
 from itertools import groupby, takewhile
 from pathlib import Path
 
-from code_page import Code
-from prose import ROOT, Text
+from code_page import ROOT, Code
 
 from mini_ee.lab.registry import METHODS
 
@@ -16,14 +15,13 @@ PAPERS = {  # result page -> the file that implements the paper
 }
 
 
-def paper_notes(paper: str) -> tuple[str, Text]:
-    """The name of a paper, and from its result page the answer."""
-    source = f"results/{paper}.md"
-    title, *paragraphs = (ROOT / source).read_text().removeprefix("# ").split("\n\n")
+def paper_notes(paper: str) -> tuple[str, str]:
+    """The name of a paper, and from its result page the answer, in Markdown."""
+    title, *paragraphs = (ROOT / f"results/{paper}.md").read_text().removeprefix("# ").split("\n\n")
     lines = list(takewhile(lambda paragraph: not paragraph.startswith("!"), paragraphs))  # up to the first picture
     title = title.partition(":")[0]
     lines += [f"[All results of {title}]({paper}.md)"]
-    return title, Text("\n\n".join(lines), source)
+    return title, "\n\n".join(lines)
 
 
 def methods_table(files: dict[str, Code]) -> str:
