@@ -42,7 +42,7 @@ PAGE = ("index.html", "page.css", "*.js")
 VENDOR = "vendor"
 
 EXAMPLES, CANDIDATES = 4, 64
-FIRST = (  # examples of a model of the built-in reviews: the sentences of the first picture, docs/drawings/loop.py
+FIRST = (  # examples of a model of the built-in reviews: the sentences of the first picture, docs/pictures/loop.svg
     "A charming film.",
     "For all its wonderful bed, the inn was awful!",
     "I expected to hate the film, but it was wonderful.",

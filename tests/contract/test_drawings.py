@@ -1,7 +1,8 @@
-"""The drawings in docs/pictures/ are what docs/draw.py makes, and show the methods and files that exist."""
+"""The drawings in docs/pictures/ are SVG files, edited by hand; they show the methods and files that exist."""
 
 import importlib
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,41 +10,43 @@ import pytest
 from mini_ee.lab.registry import METHODS
 
 ROOT = Path(__file__).parents[2]
+DRAWINGS = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
 
 
-@pytest.fixture(scope="module")
-def draw():
-    """docs/draw.py. A drawing in which a text is longer than its room raises ValueError."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "docs")
-        yield importlib.import_module("draw")
+def elements_of(name):
+    return [*ElementTree.parse(ROOT / "docs" / "pictures" / f"{name}.svg").getroot().iter()]
 
 
-def test_every_picture_is_the_one_that_its_script_makes(draw):
-    for name, drawing in draw.PICTURES.items():
-        svg = drawing().svg()
-        assert (draw.FOLDER / f"{name}.svg").read_text() == svg, f"{name}: run python docs/draw.py"
-        elements = list(ElementTree.fromstring(svg).iter())
-        assert elements[0].get("viewBox") and "prefers-color-scheme: dark" in svg
-        assert not {element.tag.partition("}")[2] for element in elements} & {"script", "image", "foreignObject"}
+def boxes_of(name):
+    """(class of a box, its words), in their order: a rectangle and the text that follows it."""
+    pairs = [
+        pair for pair in pairwise(elements_of(name)) if [at.tag.partition("}")[2] for at in pair] == ["rect", "text"]
+    ]
+    return [(box.get("class"), words.text) for box, words in pairs]
 
 
-def test_the_map_of_the_field_has_every_method_once(draw):
-    places = [name for _, deciders in draw.maps.FIELD for _, methods in deciders for name, _ in methods]
-    assert sorted(places) == sorted(METHODS)
+@pytest.mark.parametrize("path", DRAWINGS, ids=lambda path: path.stem)
+def test_a_drawing_has_a_dark_mode_a_description_and_nothing_but_shapes_and_text(path):
+    elements, (_, _, width, height) = elements_of(path.stem), ElementTree.parse(path).getroot().get("viewBox").split()
+    tags = [element.tag.partition("}")[2] for element in elements]
+    assert {"title", "desc"} <= set(tags) and "prefers-color-scheme: dark" in path.read_text()
+    assert not {"script", "image", "foreignObject"} & set(tags)
+    for element in elements:
+        assert float(element.get("x", 0)) < float(width) and float(element.get("y", 0)) < float(height), element.attrib
 
 
-def test_the_map_of_the_field_shows_what_exits(draw):
-    colours = {name: colour for _, deciders in draw.maps.FIELD for _, methods in deciders for name, colour in methods}
-    for name, module in METHODS.items():
-        units = importlib.import_module(module).METHOD.units
+def test_the_map_of_the_field_has_every_method_once_and_shows_what_exits():
+    colours = [(words, colour) for colour, words in boxes_of("map-of-the-field") if words in METHODS]
+    assert sorted(name for name, _ in colours) == sorted(METHODS)
+    for name, colour in colours:
+        units = importlib.import_module(METHODS[name]).METHOD.units
         examples, tokens = bool(set(units) & {"rows", "prompts", "embeddings"}), "tokens" in units
         kinds = {(True, False): ("layer", "rule"), (True, True): ("frozen",), (False, True): ("exit",)}
-        assert colours[name] in kinds[examples, tokens], name
+        assert colour in kinds[examples, tokens], name
 
 
-def test_the_map_of_the_house_names_the_rings_and_the_files_of_the_core(draw):
-    files = [file for _, files, _ in draw.maps.CORE for file in files]
+def test_the_map_of_the_house_names_the_rings_and_the_files_of_the_core():
+    words = [element.text or "" for element in elements_of("map-of-the-house") if element.tag.endswith("text")]
     here = [path.name for path in (ROOT / "mini_ee").glob("*.py") if not path.name.startswith("__")]
-    assert sorted(files) == sorted(here)
-    assert all((ROOT / folder).is_dir() for folder, _, _ in draw.maps.RINGS)
+    assert sorted(word for word in words if word.endswith(".py")) == sorted(here)
+    assert {word for word in words if word.endswith("/")} == {"mini_ee/", "export/", "lab/", "serve/"}
