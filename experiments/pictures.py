@@ -208,6 +208,25 @@ def draw_verdicts(path: Path, papers: dict[str, list]) -> None:
     save_figure(figure, path)
 
 
+def draw_sizes(path: Path, papers: dict[str, list]) -> None:
+    """For the first such comparison of each claim: the difference that the paper reports, and ours, in points."""
+    rows = [(title, *claim.sizes[0]) for title, claims in papers.items() for claim in claims if claim.sizes]
+    if not rows:
+        return
+    figure, axes = new_figure()
+    figure.set_size_inches(9, 1 + 0.33 * len(rows))
+    at, comparisons = range(len(rows)), [comparison for *_, comparison in rows]
+    theirs, ours = ([100 * getattr(comparison, name) for comparison in comparisons] for name in ("size", "difference"))
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    axes.plot(theirs, at, "o", mfc="w", mec="#222222", label="the paper")
+    width = [100 * comparison.half_width() for comparison in comparisons]
+    axes.errorbar(ours, at, xerr=width, fmt="o", color=CYCLE[0], label="here, with the 95% interval")
+    axes.set(yticks=at, ylim=(len(rows) - 0.5, -0.5), xlabel="difference, points of accuracy or of the layers saved")
+    axes.set_yticklabels([f"{title}, {name}" for title, name, _ in rows], fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), frameon=False, ncols=2, loc="outside lower center")
+    save_figure(figure, path)
+
+
 def _over(series: dict, data: PageData):
     """x and the band of y over seeds, for each value of a setting; None if nothing was measured."""
     points = []

@@ -11,7 +11,7 @@ from filelock import FileLock
 from mini_ee.experiments.measures import ON_A_GPU
 from mini_ee.experiments.page_data import read_data
 from mini_ee.experiments.pages import check_is_page, heading, page_of
-from mini_ee.experiments.pictures import draw, draw_verdicts
+from mini_ee.experiments.pictures import draw, draw_sizes, draw_verdicts
 from mini_ee.experiments.recipe import Case, cases_named, cases_of, load_recipe, select
 from mini_ee.experiments.result_page import overview_figures, pages_of
 from mini_ee.experiments.trainings import CaseLocked, Sources, is_done, run_case, run_in_turns
@@ -101,6 +101,8 @@ def write_overview(out: Path, quick: bool) -> None:
     """Write OUT/README.md, the verdicts of all papers that have a page in OUT, their picture, and OUT/judging.md."""
     figures = overview_figures(out, quick)
     if can_draw():
-        draw_verdicts(out / "verdicts.png", {paper["title"]: paper["claims"] for paper in figures["papers"].values()})
+        claims = {paper["title"]: paper["claims"] for paper in figures["papers"].values()}
+        draw_verdicts(out / "verdicts.png", claims)
+        draw_sizes(out / "paper-sizes.png", claims)
     for name in OVERVIEW:
         write_bytes(out / f"{name}.md", page_of(name, figures).encode())

@@ -37,6 +37,9 @@ class Claim(NamedTuple):
     compared: list[list]  # rows of a table: names, both means, the difference, the paper's, seeds, result
     tried: list[list]  # rows of a table of other settings: case, mean of `tried_by`, seeds
     tried_by: str
+    sizes: list[
+        tuple[str, Compared]
+    ] = []  # comparisons of shares for which the paper reports a size, with what it says
 
 
 def figures_of(recipe: dict, data: PageData) -> dict:
@@ -103,8 +106,10 @@ def rank_correlation(data: PageData, x: str, y: str) -> str:
 
 
 def _claim(number: int, judged: Judged, data: PageData) -> Claim:
-    claim, rows, tried = judged.claim, [], []
+    claim, rows, tried, sizes = judged.claim, [], [], []
     for compare, comparison in zip(comparisons_of(claim), judged.comparisons):
+        if comparison and comparison.size is not None and is_share(sides(compare, "more")[0][1]):
+            sizes.append((f"{claim['name']}: {compare['reported']}", comparison))
         rows.append(_compared_row(compare, comparison, data))
         parts = parts_of(compare)
         rows += [_compared_row(part, compare_cases(part, data), data, part=True) for part in parts if len(parts) > 1]
@@ -112,7 +117,8 @@ def _claim(number: int, judged: Judged, data: PageData) -> Claim:
     for case in other["cases"] if judged.verdict not in (HOLDS, MISSING) else []:
         if values := [*data.values(case, other["figure"]).values()]:
             tried.append([data.name_of_case(case), cell(values, other["figure"], len(values)), len(values)])
-    return Claim(number, claim["name"], claim, judged.verdict, rows, tried, data.name_of(other.get("figure", "")))
+    tried_by = data.name_of(other.get("figure", ""))
+    return Claim(number, claim["name"], claim, judged.verdict, rows, tried, tried_by, sizes)
 
 
 def _compared_row(compare: dict, comparison: Compared | None, data: PageData, part: bool = False) -> list:

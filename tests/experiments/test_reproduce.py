@@ -36,7 +36,7 @@ from mini_ee.experiments.result_page import (
     table_text,
 )
 from mini_ee.experiments.trainings import read_case
-from mini_ee.experiments.verdicts import EXCLUDED, FAILS, HOLDS, LEAST_SEEDS, MISSING, UNDECIDED, UNTESTED
+from mini_ee.experiments.verdicts import EXCLUDED, FAILS, HOLDS, LEAST_SEEDS, MISSING, UNDECIDED, UNTESTED, Compared
 from mini_ee.lab.calibration import observe
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.data.files import file_sha256, json_sha256, read_json, sole_writer, write_json
@@ -990,6 +990,26 @@ def test_each_claim_has_a_square_in_the_colour_of_its_verdict(tmp_path, monkeypa
     assert names == ["Paper", *(f"claim {k}" for k in (0, 2, 3, 4, 5, 6))]
     legend = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     assert legend == [HOLDS, EXCLUDED, UNDECIDED, UNTESTED, MISSING]
+
+
+def test_the_papers_numbers_stand_beside_ours_in_points(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: drawn.append(figure))
+    ours = Compared(0.6, 0.5, 0.1, spread=0.01, seeds=5, size=0.25)
+    claims = [
+        Claim(1, "more", {}, HOLDS, [], [], "", [("more: 1 → 2", ours)] * 2),
+        Claim(2, "no number", {}, FAILS, [], [], ""),
+    ]
+    pictures.draw_sizes(tmp_path / "sizes.png", {"Paper": claims})
+    (axes,) = drawn[0].axes
+    zero, theirs, here = axes.lines[:3]
+    assert [*theirs.get_xdata()] == [25] and [*here.get_xdata()] == [pytest.approx(10)]
+    (bar,) = axes.collections[0].get_segments()
+    assert [bar[0][0], bar[1][0]] == [pytest.approx(100 * ours.low), pytest.approx(100 * ours.high)]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["Paper, more: 1 → 2"]
+    pictures.draw_sizes(tmp_path / "none.png", {"Paper": claims[1:]})
+    assert len(drawn) == 1
 
 
 def test_a_claim_whose_cases_were_not_all_run_shows_which_were(tmp_path):
