@@ -12,6 +12,7 @@ decoder   the built-in decoder with heads of `mini-ee train self-supervised`: te
 heads     the time to exit after N layers relative to N/L of a model without exits, with dense and with linear heads; a
           model of the first layers alone; LoRA exits compared with one graph per segment
 precision int8 and float16 compared with float32, see precision.py
+batches   layers saved and time on TREC by threshold, in batches of one, 8 and 32, and in int8; one thread
 The times need two cores that nothing else uses. Trained runs stay in the work folder for later calls.
 """
 
@@ -37,6 +38,8 @@ from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.data.tasks import load_task
 from mini_ee.lab.early_exit import early_exit
+from mini_ee.lab.evaluation.plots import can_draw, new_figure, save_figure
+from mini_ee.lab.evaluation.row_evaluation import measure_seconds, timed_batches
 from mini_ee.lab.evaluation.token_evaluation import EPSILON_GRID, written_texts
 from mini_ee.lab.exits.decoding import gather
 from mini_ee.lab.exits.generation import generate
@@ -57,8 +60,16 @@ PARITY_SPLITS = {"SST-2": "dev", "TREC": "test"}  # task -> its split that parit
 EXITS = (2, 4, 6)
 
 THREADS, ROUNDS = 2, 3
+PICTURE = "onnx-batches.png"
 STORIES, TIMED_STORIES, PROMPT_WORDS, NEW_TOKENS = 40, 8, 12, 48  # of the decoder
 AGREEMENT, CONFIDENCE_MEASURE = 0.95, "breaking_ties"
+WAYS = {
+    "one text": ("float32", 1),
+    "batches of 8": ("float32", 8),
+    "batches of 32": ("float32", 32),
+    "one text, int8": ("int8", 1),
+}
+THRESHOLDS = (0.995, 0.99, 0.98, 0.95, 0.9, 0.8, 0.65, 0.5, 0.3)
 
 
 def bench(sources: Sources, work: Path) -> list[dict]:
@@ -230,6 +241,47 @@ def decoder(sources: Sources, work: Path) -> dict:
     return decoder_figures
 
 
+def batches(sources: Sources, work: Path) -> dict:
+    """Way of WAYS -> by threshold, and at first without exits: the share of the layers saved, and the time relative to
+    the same graph in float32 without exits in batches of this size.
+    """
+    torch.set_num_threads(1)
+    layers = tuple(range(1, EXITS[-1] + 1))
+    run = trained_classifier(sources, work / "batches", "joint", "TREC", max_train=1500, epochs=4, exits=layers)
+    rows, lines = load_task(sources.find("data", "TREC")).split("test"), {}
+    rules = [Never(), *map(Threshold, THRESHOLDS)]
+    with tempfile.TemporaryDirectory() as out:
+        opened = {}
+        for precision in ("float32", "int8"):
+            mini_ee.export(run, Path(out) / precision, texts=rows.texts[:100], precision=precision)
+            opened[precision] = Runtime(Path(out) / precision, threads=1)
+        for size in (1, 8, 32):
+            ways = [way for way, (_, way_size) in WAYS.items() if way_size == size]
+            runtimes = [opened[WAYS[way][0]] for way in ways]
+            encoded = opened["float32"].encode(rows.texts)
+            runs = [(runtime.segments(), rule, encoded) for runtime in runtimes for rule in rules]
+            seconds = measure_seconds(runs, timed_batches(encoded, size)).reshape(len(ways), len(rules))
+            for way, runtime, way_seconds in zip(ways, runtimes, seconds):
+                answers = [runtime.run(rows.texts, rule=rule, batch_size=size) for rule in rules]
+                depths = [float(np.mean([answer.layers for answer in some])) for some in answers]
+                saved = [1 - depth / layers[-1] for depth in depths]
+                lines[way] = {"saved": saved, "time": (way_seconds / seconds[0, 0]).tolist()}
+    return lines
+
+
+def draw(figures: dict, folder: Path) -> None:
+    """Time against layers saved, a line a way, if matplotlib is installed."""
+    if not can_draw():
+        return
+    figure, axes = new_figure()
+    axes.plot([0, 100], [100, 0], ":", color="#444444", label="as many per cent of the time as of the layers")
+    for way, line in figures["batches"].items():
+        axes.plot(*(100 * np.array(line[name]) for name in ("saved", "time")), marker="o", markersize=4, label=way)
+    axes.set(xlabel="layers saved, %", ylabel="time, % of float32 without exits", xlim=(0, 85), ylim=(0, 110))
+    axes.legend(frameon=False)
+    save_figure(figure, folder / PICTURE)
+
+
 def _part(measure: Callable) -> Callable:
     """A measurement as a part of the page: run on THREADS threads, with the number of cores and the version."""
 
@@ -241,7 +293,17 @@ def _part(measure: Callable) -> Callable:
     return measured
 
 
-ORDER = (bench, price, parity, memory, end, decoder, precision, heads)  # heads shares threads from then on: the last
+ORDER = (
+    bench,
+    price,
+    parity,
+    memory,
+    end,
+    decoder,
+    precision,
+    batches,
+    heads,
+)  # heads shares threads from then on: the last
 PARTS = {measure.__name__: _part(measure) for measure in ORDER}
 
 
