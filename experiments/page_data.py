@@ -121,7 +121,7 @@ def is_share(figure: str) -> bool:
 def printed(value: float, figure: str, digits: int | None = None) -> str:
     """A share in percent with one decimal, any other figure with three significant digits or `digits` decimals."""
     if is_share(figure):
-        return f"{100 * value:.1f}"
+        return f"{100 * value:.{1 if digits is None else digits}f}"
     if digits is None:
         digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f}"
