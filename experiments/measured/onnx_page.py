@@ -12,12 +12,13 @@ decoder   the built-in decoder with heads of `mini-ee train self-supervised`: te
 heads     the time to exit after N layers relative to N/L of a model without exits, with dense and with linear heads; a
           model of the first layers alone; LoRA exits compared with one graph per segment
 precision int8 and float16 compared with float32, see precision.py
-batches   layers saved and time on TREC by threshold, in batches of one, 8 and 32, and in int8; one thread
+batches   layers saved and processor time on TREC by threshold, in batches of one, 8 and 32, and in int8; one thread
 The times need two cores that nothing else uses. Trained runs stay in the work folder for later calls.
 """
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -242,8 +243,8 @@ def decoder(sources: Sources, work: Path) -> dict:
 
 
 def batches(sources: Sources, work: Path) -> dict:
-    """Way of WAYS -> by threshold, and at first without exits: the share of the layers saved, and the time relative to
-    the same graph in float32 without exits in batches of this size.
+    """Way of WAYS -> by threshold, and at first without exits: the share of the layers saved, and the processor
+    time relative to the same graph in float32 without exits in batches of this size.
     """
     torch.set_num_threads(1)
     layers = tuple(range(1, EXITS[-1] + 1))
@@ -260,7 +261,8 @@ def batches(sources: Sources, work: Path) -> dict:
             runtimes = [opened[WAYS[way][0]] for way in ways]
             encoded = opened["float32"].encode(rows.texts)
             runs = [(runtime.segments(), rule, encoded) for runtime in runtimes for rule in rules]
-            seconds = measure_seconds(runs, timed_batches(encoded, size)).reshape(len(ways), len(rules))
+            seconds = measure_seconds(runs, timed_batches(encoded, size), clock=time.process_time)
+            seconds = seconds.reshape(len(ways), len(rules))
             for way, runtime, way_seconds in zip(ways, runtimes, seconds):
                 answers = [runtime.run(rows.texts, rule=rule, batch_size=size) for rule in rules]
                 depths = [float(np.mean([answer.layers for answer in some])) for some in answers]
