@@ -29,7 +29,7 @@ from overviews import PAPERS, all_files, methods_table, paper_notes
 from pymdownx.slugs import slugify
 
 HERE = Path(__file__).parent
-TUTORIAL, LIVE = "tutorial.md", "live/index.html"
+TUTORIAL = "tutorial.md"
 CORE = ("loop", "rules", "bert", "llama", "load", "data", "train", "calibrate")
 PROJECT = ("CONTRIBUTING.md", "weights/README.md", "CHANGELOG.md", "docs/from-0.2.md")
 FOLDERS = ("methods", "baselines", "training", "exits", "backbones", "export")
@@ -44,14 +44,12 @@ CODE = (
 FENCED = re.compile(r"^( *)(```+).*?^\1\2 *$", re.S | re.M)
 LINK = re.compile(r'(\]\(|\b(?:src|href|srcset)=")([^)"\s]+)')
 HEADING = re.compile(r"^#+ (.*)$", re.M)
-IN_THE_BROWSER = f"""# A model that runs in your browser
+IN_THE_BROWSER = """# A model that runs in your browser
 
-This is the page that `mini-ee export RUN --web` writes. `python docs/live.py site/live` trains the model and exports it
-into the site; it needs npm. All texts stay in your browser.
+`mini-ee export RUN --web` writes a page on which the model runs in the browser; all texts stay there.
+`python docs/live.py site/live` trains such a model and puts its page into this site, at live/index.html. It needs npm.
 
-[Open it alone]({LIVE})
-
-<iframe src="{LIVE}" title="A model that exits early"></iframe>
+![The page: a slider sets the threshold, and bars show how many texts exit after each layer](docs/pictures/page.gif)
 """
 
 
@@ -139,7 +137,7 @@ class Site:
         target = f"{target}/README.md" if f"{target}/README.md" in self.pages else target
         place = self.chapters.get(anchor) if target == TUTORIAL else None
         place = place or self.pages.get(target) or target
-        if place == target and target not in self.pages and target != LIVE:
+        if place == target and target not in self.pages:
             self.assets.add(target)
             if not (ROOT / target).is_file():
                 self.broken.append(f"{source}: {address}")
