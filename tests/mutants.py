@@ -841,6 +841,7 @@ OF_PAGES = [
     ("experiments.claims._row_variance", source("np.mean(one, axis=0)", "one[0]"), "verdicts.py::test_with_records_the_error_is_that_of_the_differences_of_examples"),
     ("experiments.verdicts.judged", source("LEVEL / sizes", "LEVEL"), "verdicts.py::test_the_papers_size_is_excluded_among_several_with_bonferronis_correction"),
     ("experiments.example_values._at_share", source("<= share + SLACK", "<= 1"), "verdicts.py::test_accuracy_at_a_cost_is_that_of_the_best_rule_that_needs_at_most_so_much"),
+    ("experiments.page_data.printed", source("1 if digits is None else digits", "1"), "reproduce.py::test_a_bound_that_rounds_to_0_shows_its_sign_which_can_decide_a_verdict"),
     ("experiments.page_data._selected", source("max(figures", "min(figures"), "reproduce.py::test_held_out_examples_select_a_setting_for_each_seed"),
 ]
 

@@ -6,10 +6,25 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from chromium import CHROMIUM, Chromium
 
 from mini_ee.lab.registry import METHODS
 
 ROOT = Path(__file__).parents[2]
+TOO_LONG = """(() => {
+  const { width } = document.documentElement.viewBox.baseVal, long = [];
+  const inside = (text, left, right) => text.x >= left && text.x + text.width <= right;
+  let box = null;  // the rectangle whose text follows
+  for (const shape of document.querySelectorAll("rect, text")) {
+    if (shape.tagName == "rect") { box = shape.getBBox(); continue; }
+    const text = shape.getBBox(), middle = text.y + text.height / 2, centre = text.x + text.width / 2;
+    const within = box && shape.getAttribute("text-anchor") == "middle" && middle > box.y && middle < box.y + box.height
+      && centre > box.x && centre < box.x + box.width;
+    const fits = within ? inside(text, box.x, box.x + box.width) : inside(text, 0, width);
+    if (!fits && !shape.closest("[display=none]")) long.push(shape.textContent);
+  }
+  return long;
+})()"""
 DRAWINGS = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
 
 
@@ -33,6 +48,17 @@ def test_a_drawing_has_a_dark_mode_a_description_and_nothing_but_shapes_and_text
     assert not {"script", "image", "foreignObject"} & set(tags)
     for element in elements:
         assert float(element.get("x", 0)) < float(width) and float(element.get("y", 0)) < float(height), element.attrib
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="needs Debian's chromium")
+def test_a_text_fits_into_its_box_and_its_drawing(tmp_path):
+    browser, long = Chromium(tmp_path), {}
+    for path in DRAWINGS:
+        browser.open(path.as_uri(), f"location.href == '{path.as_uri()}' && document.readyState == 'complete'")
+        long |= {path.stem: texts} if (texts := browser.value(TOO_LONG)) else {}
+    browser.close()
+    assert not long
 
 
 def test_the_map_of_the_field_has_every_method_once_and_shows_what_exits():

@@ -992,6 +992,19 @@ def test_each_claim_has_a_square_in_the_colour_of_its_verdict(tmp_path, monkeypa
     assert legend == [HOLDS, EXCLUDED, UNDECIDED, UNTESTED, MISSING]
 
 
+@pytest.mark.parametrize(
+    "difference, half, shown",
+    [
+        (0.009, 0.0093, "+0.9 (-0.03 to +1.8)"),
+        (0.005, 0.0046, "+0.5 (+0.04 to +1.0)"),
+        (0.02, 0.01, "+2.0 (+1.0 to +3.0)"),
+    ],
+)
+def test_a_bound_that_rounds_to_0_shows_its_sign_which_can_decide_a_verdict(difference, half, shown, monkeypatch):
+    monkeypatch.setattr(Compared, "half_width", lambda comparison, level=0.05: half)
+    assert result_page._interval(Compared(0.5, 0.5 - difference, difference), "score") == shown
+
+
 def test_the_papers_numbers_stand_beside_ours_in_points(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     drawn = []
