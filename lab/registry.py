@@ -61,6 +61,11 @@ VOCABULARY_HEADS = {  # the same of a token's exit, besides the method's own -> 
     "lens": "mini_ee.lab.exits.lens:LensHead",
 }
 
+SKIPPERS = {  # --draft-by of `mini-ee generate`: what chooses the layers that drafts skip -> module:class
+    "swift": "mini_ee.lab.exits.swift:Swift",
+    "clasp": "mini_ee.lab.exits.clasp:Clasp",
+}
+
 ENGINES = {  # --engine of an export in place of ONNX Runtime -> the module that defines open_segments
     "openvino": "mini_ee.lab.export.openvino_engine",
 }

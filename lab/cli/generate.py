@@ -10,6 +10,7 @@ from mini_ee.lab.cli.command_options import add_where, number, positive, refuse,
 from mini_ee.lab.data.values import checked_text
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.decoding import MISSING_KV, Step
+from mini_ee.lab.registry import SKIPPERS
 
 HELP = "generate text with a decoder, printed as it is generated"
 EXAMPLE = 'mini-ee generate --prompt "Once upon a time, there was a little dog." --temperature .8 --top-p .95'
@@ -43,10 +44,11 @@ def add(sub: ArgumentParser) -> None:
         choices=MISSING_KV,
         help="keys and values of skipped layers: copy_state (from the exit's state) or recompute (default as trained)",
     )
-    early.add_argument(
-        "--lossless", action="store_true", help="generate the full model's text: an exit drafts, the model verifies"
-    )
+    drafts = "generate the full model's text: an exit drafts, or --draft-by; the model verifies"
+    early.add_argument("--lossless", action="store_true", help=drafts)
     early.add_argument("--draft", type=positive, metavar="N", help="maximum number of tokens per draft (default 4)")
+    skips = "what chooses the layers that a draft skips, of any decoder: swift (at random) or clasp (by their states)"
+    early.add_argument("--draft-by", choices=SKIPPERS, help=skips)
     early.add_argument("--show-exits", action="store_true", help="colour each token by its exit layer, also in a pipe")
 
 
@@ -148,8 +150,7 @@ def written_steps(opened, ids: list[int], count: int, args: Namespace) -> tuple[
 
     sampling = sampling_of(args, repetition_penalty=args.repetition_penalty)
     if not args.lossless:
-        if args.draft:
-            raise WrongArguments("--draft is for --lossless")
+        refuse(args, ("draft", "draft_by"), "is for --lossless")
         rule, missing_kv = chosen_rule(args, opened), args.missing_kv or opened.model.missing_kv
         if args.missing_kv and isinstance(rule, Never):
             raise WrongArguments(
@@ -160,11 +161,15 @@ def written_steps(opened, ids: list[int], count: int, args: Namespace) -> tuple[
         return steps, {"rule": rule.to_dict(), "missing_kv": missing_kv}
     if sampling != Sampling():
         raise WrongArguments("--lossless generates the full model's greedy text: leave out options of sampling")
-    refuse_settings(args, "--lossless verifies every draft of the exit at --layer", "exit")
     if args.missing_kv:
         raise WrongArguments("--lossless runs every token through all layers: leave out --missing-kv")
+    if args.draft_by:
+        return _skipping_steps(opened.model.backbone, ids, count, args)
+    refuse_settings(args, "--lossless verifies every draft of the exit at --layer", "exit")
     if len(opened.exits) == 1:
-        raise WrongArguments("--lossless needs an exit before the last layer: give a run of a decoder with exits")
+        raise WrongArguments(
+            "--lossless needs an exit before the last layer, to draft: give a run of a decoder with exits, or --draft-by"
+        )
     layer, draft = args.exit, args.draft
     if layer is None and not opened.model.chooses_drafter:
         layer, draft = opened.exits[0], draft or DRAFT
@@ -173,6 +178,18 @@ def written_steps(opened, ids: list[int], count: int, args: Namespace) -> tuple[
         raise WrongArguments(f"--layer: expected an exit that can draft, one of {drafters}, got {layer}")
     steps = opened.model.generate_lossless([ids], count, layer, draft)
     return steps, {"lossless": True, "draft": draft, "draft_layer": layer}
+
+
+def _skipping_steps(decoder, ids: list[int], count: int, args: Namespace) -> tuple[Iterator[Step], dict]:
+    """The same if no exit drafts, but the decoder without some layers."""
+    from mini_ee.lab.cli.rule_options import refuse_settings
+    from mini_ee.lab.exits.skipped_layers import generate_skipping, load_skipper
+
+    refuse_settings(args, f"--draft-by {args.draft_by} drafts with layers skipped, at no exit and by no rule")
+    refuse(args, ["show_exits"], f"colours exits, but --draft-by {args.draft_by} drafts at none; leave it out")
+    draft, stop = args.draft or DRAFT, decoder.config.stop_tokens
+    steps = generate_skipping(decoder, ids, load_skipper(args.draft_by)(most=draft), max_new_tokens=count, stop=stop)
+    return steps, {"lossless": True, "draft": draft, "draft_by": args.draft_by}
 
 
 # ---- Colours and the printed text ----

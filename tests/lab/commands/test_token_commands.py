@@ -19,8 +19,10 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits.decoding import gather
 from mini_ee.lab.exits.generation import generate, generated_texts
 from mini_ee.lab.exits.lossless import generate_lossless
+from mini_ee.lab.exits.skipped_layers import generate_skipping, load_skipper
 from mini_ee.lab.exits.token_exits import TextData, record_texts
 from mini_ee.lab.methods.self_supervised import metrics
+from mini_ee.lab.registry import SKIPPERS
 from mini_ee.lab.rules import Patience, PatienceConfidence, Threshold
 from mini_ee.lab.training import training_text
 from mini_ee.lab.training.run_folder import load_run
@@ -306,6 +308,19 @@ def test_lossless_text_is_the_full_models_greedy_text(capsys, trained, decoder_f
     assert not {"mean_layers", "layers_saved", "rule"} & generated.keys()
 
 
+@pytest.mark.parametrize("name", SKIPPERS)
+def test_a_decoder_without_exits_drafts_with_layers_skipped(capsys, decoder_folder, name):
+    argv = ("generate", decoder_folder, "--prompt", PROMPTS[0], "--lossless", "--draft-by", name, "--draft", 3)
+    generated = answer(capsys, *argv, "--max-new-tokens", 20)
+    assert generated["tokens"] == greedy(decoder_folder, PROMPTS[0], 20).tokens
+    ids = Tokenizer.from_folder(decoder_folder).backend.encode(PROMPTS[0]).ids
+    steps = generate_skipping(
+        load_backbone(decoder_folder), ids, load_skipper(name)(most=3), max_new_tokens=20, stop=[0]
+    )
+    assert generated["layers"] == gather(steps, 1)[0].layers_run and {*generated["layers"]} <= {0, 4}
+    assert (generated["draft_by"], generated["draft"]) == (name, 3)
+
+
 def test_a_fixed_layer_and_a_threshold_for_each_exit(capsys, trained):
     generated = answer(capsys, "generate", trained, "--prompt", "abc", "--layer", "2")
     assert set(generated["layers"]) == {2}
@@ -506,6 +521,9 @@ def test_a_moved_backbone_is_found_with_model_and_another_one_is_refused(capsys,
         (("--lossless", "--temperature", "1"), "--lossless generates the full model's greedy text"),
         (("--rule", "never", "--missing-kv", "recompute"), "--missing-kv is for tokens that exit early"),
         (("--draft", "3"), "--draft is for --lossless"),
+        (("--draft-by", "swift"), "--draft-by is for --lossless"),
+        (("--lossless", "--draft-by", "swift", "--layer", "2"), "at no exit and by no rule: leave out --layer"),
+        (("--lossless", "--draft-by", "clasp", "--show-exits"), "--show-exits colours exits, but --draft-by clasp"),
         (("--prompt", "a" * 48), "expected at most 48 tokens, prompt and continuation together, got 49 and 1"),
         (("--prompt", "\udcff"), "--prompt: expected text in UTF-8"),
         (("--cut", ".5"), "the rule policy needs a model with a policy, and this one has none"),
