@@ -102,6 +102,9 @@ def _more(row: dict):
         yield f"at every load at least {row['least']:.2f} of the whole graph's answers in time"
     if row.get("loads"):
         yield from loads_table(row["loads"]).splitlines()
+    if "loaded" in row:
+        accepted, loaded = row["accepted_per_round"], row["loaded"]
+        yield f"drafts accepted per round: {accepted:.2f}; layers loaded: {loaded:.2f} of those without drafts"
     if "load_seconds" in row:
         yield f"opened in {row['load_seconds']:.2f} s"
     if "against_bytes" in row:

@@ -14,15 +14,18 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.decoding import Generated, decode, gather
 from mini_ee.lab.exits.row_exits import even_exits
+from mini_ee.lab.exits.skipped_layers import Skipper, generate_skipping, load_skipper
 from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.export.sessions import CPU, GraphRule, Session
 from mini_ee.lab.export.token_graphs import TokenGraphs
 from mini_ee.lab.export.token_segments import OrtTokenModel
 from mini_ee.lab.export.writer import write_graphs
+from mini_ee.lab.registry import SKIPPERS
 from mini_ee.lab.rules import Fixed, Never, Policy, Rule
 from mini_ee.self_supervised import CALIBRATION_PROMPTS
 
 NEW_TOKENS, EXITS = 24, 5
+LONGER = 64  # tokens with skipped layers: SWIFT chooses after 32 of them
 NOT_REACHED = Policy(1 - 1e-6)  # by gates that have not learned
 BARS = {"float16": 1.1, "int8": 0.7, "int4": 0.6}  # largest ratio to float32 that passes
 NEVER, EARLIER = 1.03, 1.0  # of the graph with exits to the one without: if none is reached, and half of the layers
@@ -52,6 +55,7 @@ class OpenGraph:
 def bench_one_decoder(folder: Path, gguf: Path | None) -> Iterator[dict]:
     """Seconds per token after a prompt, prompt included, and the seconds that a graph takes to open.
 
+    swift, clasp        drafts with skipped layers, compared with decoding without drafts, in torch, for LONGER tokens
     torch, float32      torch, and the graph without exits, compared with transformers' generate
     float16, int8, int4 graphs without exits, compared with float32
     never, eE           the int8 graph with exits, lenses and gates, if none is reached, and if all tokens exit after
@@ -72,7 +76,7 @@ def bench_one_decoder(folder: Path, gguf: Path | None) -> Iterator[dict]:
         }
         exits = OpenGraph(model.eval(), NOT_REACHED, Path(place) / "exits", "int8")
     runs: dict[str, Run] = {
-        "torch": lambda: _written(plain, prompt),
+        "torch": partial(_written, plain, prompt, NEW_TOKENS),
         "transformers": theirs,
         "assistant_early_exit": partial(theirs, assistant_early_exit=model.exits[half]),
         **{precision: partial(graph.write, prompt, Never()) for precision, graph in made.items()},
@@ -82,6 +86,7 @@ def bench_one_decoder(folder: Path, gguf: Path | None) -> Iterator[dict]:
     texts = {name: runs[name]() for name in ("torch", "transformers", "float32")}
     if len(set(map(tuple, texts.values()))) > 1:
         raise ValueError(f"bench decode: {folder}: expected the same greedy text of {', '.join(texts)}, found {texts}")
+    yield from _skipping(folder.name, plain, prompt)
     seconds = dict(zip(runs, medians(list(runs.values()), f"decode {folder.name}")))
 
     def row(case: str, name: str, against: str, bar: float) -> dict:
@@ -101,9 +106,32 @@ def bench_one_decoder(folder: Path, gguf: Path | None) -> Iterator[dict]:
         yield row("int4 llama.cpp", "int4", "llama.cpp", 1.0)
 
 
-def _written(model: TokenExits, prompt: list[int]) -> list[int]:
-    written: list[Generated] = gather(model.generate([prompt], Never(), max_new_tokens=NEW_TOKENS, stop=()), 1)
+def _written(model: TokenExits, prompt: list[int], count: int) -> list[int]:
+    written: list[Generated] = gather(model.generate([prompt], Never(), max_new_tokens=count, stop=()), 1)
     return written[0].tokens
+
+
+def _skipped(decoder, prompt: list[int], chooser: str) -> tuple[Generated, Skipper]:
+    skipper = load_skipper(chooser)()
+    (written,) = gather(generate_skipping(decoder, prompt, skipper, max_new_tokens=LONGER), 1)
+    return written, skipper
+
+
+def _skipping(name: str, plain: TokenExits, prompt: list[int]) -> Iterator[dict]:
+    """For each way to choose skipped layers, also the accepted drafts per round, and loaded layers as a share of those
+    that are loaded without drafts."""
+    runs: dict[str, Callable] = {"torch": partial(_written, plain, prompt, LONGER)}
+    text, shares = runs["torch"](), {}
+    for chooser in SKIPPERS:
+        runs[chooser] = partial(_skipped, plain.backbone, prompt, chooser)
+        written, skipper = runs[chooser]()
+        if written.tokens != text:
+            raise ValueError(f"bench decode: expected the same text with {chooser}, found {written.tokens}, not {text}")
+        accepted, loaded = written.layers_run.count(0), skipper.layers_loaded / (LONGER * plain.exits[-1])
+        shares[chooser] = {"accepted_per_round": accepted / (LONGER - accepted), "loaded": loaded}
+    seconds = dict(zip(runs, medians(list(runs.values()), f"skipped layers {name}")))
+    for chooser, counted in shares.items():
+        yield row_of(f"{name} {chooser}", *(seconds[run] / LONGER for run in (chooser, "torch")), 1.0) | counted
 
 
 def _of_transformers(decoder, prompt: list[int]) -> Callable[..., list[int]]:

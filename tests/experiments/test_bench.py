@@ -173,15 +173,29 @@ def test_a_given_decoder_is_measured_by_precision_with_and_without_exits(capsys,
 
     def of_transformers(decoder, prompt):
         plain = TokenExits(decoder, (3,)).eval()
-        return lambda **more: called.append(more) or one_decoder._written(plain, prompt)
+        return lambda **more: called.append(more) or one_decoder._written(plain, prompt, 4)
 
     quickly(monkeypatch)
-    put(monkeypatch, NEW_TOKENS=4, _of_transformers=of_transformers)
+    put(monkeypatch, NEW_TOKENS=4, LONGER=8, _of_transformers=of_transformers)
     rows, lines = rows_and_lines(capsys, "decode", "--model", str(folder))
-    cases = ("torch", "float32", "float16", "int8", "int4", "int8 never", "int8 e2", "assistant_early_exit 2")
+    cases = (
+        "swift",
+        "clasp",
+        "torch",
+        "float32",
+        "float16",
+        "int8",
+        "int4",
+        "int8 never",
+        "int8 e2",
+        "assistant_early_exit 2",
+    )
     assert [*rows] == [f"small {case}" for case in cases] and {"assistant_early_exit": 2} in called
     float32, int8, int4 = (rows[f"small {case}"]["bytes"] for case in ("float32", "int8", "int4"))
     assert float32 > int8 > int4 and "opened in" in lines
+    drafted = [rows[f"small {chooser}"] for chooser in ("swift", "clasp")]
+    assert all(row["loaded"] > 0.5 and row["accepted_per_round"] >= 0 for row in drafted)
+    assert lines.count("drafts accepted per round: ") == 2
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
     argv = ("bench", "decode", "--model", str(folder), "--gguf", "x.gguf")
     assert "--gguf needs llama.cpp, which is not installed: pip install xllamacpp" in refused(capsys, *argv)
