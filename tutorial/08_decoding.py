@@ -120,7 +120,9 @@ for name, several in texts.items():
 # pass. Tokens that it does not confirm are discarded. This is self-speculative decoding, as in LayerSkip ([Elhoushi et
 # al. 2024](https://arxiv.org/abs/2404.16710)); the second exercise builds it, and `mini-ee generate RUN --lossless
 # --layer 8 --draft 4` does it for a run of the lab. Without any training, a decoder can draft with some of its layers
-# skipped, as in SWIFT ([Xia et al. 2025](https://arxiv.org/abs/2410.06916), `lab/exits/skipped_layers.py`).
+# skipped. `mini-ee generate DIR --lossless --draft-by swift` tries random ones ([Xia et al.
+# 2025](https://arxiv.org/abs/2410.06916)). With `clasp`, dynamic programming chooses those without which the state
+# changes least ([Chen et al. 2025](https://arxiv.org/abs/2505.24196)).
 #
 # CALM ([Schuster et al. 2022](https://arxiv.org/abs/2207.07061)) also decides for each token. It compares one measure
 # with one threshold for all layers, and bounds how much whole texts may change:

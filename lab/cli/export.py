@@ -29,7 +29,9 @@ def add(sub: ArgumentParser) -> None:
         "--int8", action="store_true", help="export in 8 bits, for CPUs: weights and inputs of linear maps are rounded"
     )
     precision.add_argument(
-        "--int4", action="store_true", help="export a decoder's weights in 4 bits, for CPUs (inputs in 8 bits)"
+        "--int4",
+        action="store_true",
+        help="export a decoder's layers in 4 bits, for CPUs (inputs, embeddings in 8 bits)",
     )
     sub.add_argument(
         "--segments", action="store_true", help="also export a graph per segment, for other rules and re-batching"

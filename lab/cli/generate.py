@@ -168,7 +168,7 @@ def written_steps(opened, ids: list[int], count: int, args: Namespace) -> tuple[
     refuse_settings(args, "--lossless verifies every draft of the exit at --layer", "exit")
     if len(opened.exits) == 1:
         raise WrongArguments(
-            "--lossless needs an exit before the last layer, to draft: give a run of a decoder with exits, or --draft-by"
+            "--lossless needs an exit before the last layer: give a run of a decoder with exits, or --draft-by NAME"
         )
     layer, draft = args.exit, args.draft
     if layer is None and not opened.model.chooses_drafter:

@@ -34,12 +34,10 @@ INTERVAL = 128  # rounds, the fastest in the paper
 class Clasp(Skipper):
     rounds = 0
 
-    def observe(self, segments: TokenSegments, states: list[Tensor], true: Tensor, read: Tensor) -> None:
-        super().observe(segments, states, true, read)
-        fits = self.newest + len(self.skipped) <= segments.cache.capacity
+    def choose_layers(self, written: list[int], states: list[Tensor]) -> None:
+        fits = self.newest + len(self.skipped) <= self.segments.cache.capacity
         if self.rounds % INTERVAL == 0 and fits:
-            last = int(read.sum()) - 1
-            self.skip(self.closest(torch.stack([state[0, last] for state in states]), self.newest - 1))
+            self.skip(self.closest(torch.stack(states), self.newest - 1))
         self.rounds += 1
 
     def closest(self, states: Tensor, at: int) -> set[int]:

@@ -40,7 +40,7 @@ class SkippingSegments(TokenSegments):
 
 
 class Skipper(Drafter):
-    """Which layers are skipped. One serves one text, `generate_skipping`; a subclass chooses, in `observe`."""
+    """Which layers are skipped. One serves one text, `generate_skipping`; a subclass chooses in `choose_layers`."""
 
     segments: SkippingSegments
     newest: int  # the position of the last token of the text, which no layer has read yet
@@ -73,8 +73,12 @@ class Skipper(Drafter):
         return most if super().limit(logits, drafted, most) > drafted else drafted + 1
 
     def observe(self, segments: TokenSegments, states: list[Tensor], true: Tensor, read: Tensor) -> None:
-        """states[i]: what layer i has read, from 0."""
-        self.newest += int(read.sum())
+        written = true[0, read[0]].tolist()
+        self.newest += len(written)
+        self.choose_layers(written, [state[0, len(written) - 1] for state in states])
+
+    def choose_layers(self, written: list[int], states: list[Tensor]) -> None:
+        """After each round. written: its tokens. states: of the token before the newest, (D,) before each layer."""
 
 
 def load_skipper(name: str) -> type[Skipper]:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_ee.lab.exits.generation import TokenSegments
 from mini_ee.lab.exits.skipped_layers import Skipper, SkippingSegments, through
 
 CONTEXT, TRIES, ENOUGH = 32, 300, 0.95
@@ -33,9 +32,8 @@ class Swift(Skipper):
         self.random, self.tokens = np.random.default_rng(0), deque[int](maxlen=CONTEXT + 1)
         self.tries, self.matchness = 0, 0.0
 
-    def observe(self, segments: TokenSegments, states: list[Tensor], true: Tensor, read: Tensor) -> None:
-        super().observe(segments, states, true, read)
-        self.tokens.extend(true[0, read[0]].tolist())
+    def choose_layers(self, written: list[int], states: list[Tensor]) -> None:
+        self.tokens.extend(written)
         if len(self.tokens) <= CONTEXT or self.tries == TRIES or self.matchness >= ENOUGH:
             return
         if self.tries == 0:

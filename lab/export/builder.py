@@ -7,8 +7,9 @@ declared in that branch: ONNX Runtime prepacks a weight only for nodes of the sa
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -38,12 +39,15 @@ def int8_maps(model: nn.Module) -> set[int]:
     return {id(getattr(module, name).weight) for module, names in modules for name in names}
 
 
-def block_maps(model: nn.Module) -> set[int]:
-    """The ids of the weights of a decoder that are rounded in blocks: all linear maps of its layers and heads, and the
-    embeddings. The policy, which is small and decides, is not rounded."""
-    parts = (model.backbone, model.heads)
-    maps = (module for part in parts for module in part.modules() if isinstance(module, nn.Linear))
-    return {id(model.backbone.embeddings.weight), *(id(linear.weight) for linear in maps)}
+def block_maps(model: nn.Module, bits: int) -> dict[int, int]:
+    """The ids of the weights of a decoder that are rounded in blocks, and to how many bits: all linear maps of its
+    layers and heads, and the embeddings. The policy, which is small and decides, is not rounded.
+
+    Embeddings and maps to the vocabulary keep 8 bits, as in llama.cpp's files of 4 bits.
+    """
+    embeddings, parts = model.backbone.embeddings.weight, (model.backbone, model.heads)
+    maps = (module.weight for part in parts for module in part.modules() if isinstance(module, nn.Linear))
+    return {id(weight): 8 if len(weight) == len(embeddings) else bits for weight in (embeddings, *maps)}
 
 
 def parameters_of(model: nn.Module, prefix: str = "") -> Parameters:
@@ -75,9 +79,9 @@ def whole_tables(model: nn.Module) -> Iterator[None]:
 class Builder:
     """One graph.
 
-    dtype: of all weights and hidden states. rounded: ids of the weights to round to int8, see `int8_maps`; with `bits`,
-    4 or 8, to that many bits in blocks, see `block_maps`. plain: inputs with a default become required inputs, for
-    callers that cannot override a default: JavaScript, and I/O binding. flat: all weights are declared in the main
+    dtype: of all weights and hidden states. rounded: ids of the weights to round to int8, see `int8_maps`. blocks: of
+    those to round in blocks, id -> 4 or 8 bits, see `block_maps`. plain: inputs with a default become required inputs,
+    for callers that cannot override a default: JavaScript, and I/O binding. flat: all weights are declared in the main
     graph, because onnxruntime-web cannot load external data of a branch.
     """
 
@@ -86,11 +90,11 @@ class Builder:
         parameters: Parameters,
         dtype: type = np.float32,
         rounded: Collection[int] = (),
-        bits: int | None = None,
+        blocks: Mapping[int, int] = MappingProxyType({}),
         plain: bool = False,
         flat: bool = False,
     ):
-        self.dtype, self.rounded, self.bits, self.plain, self.flat = np.dtype(dtype), rounded, bits, plain, flat
+        self.dtype, self.rounded, self.blocks, self.plain, self.flat = np.dtype(dtype), rounded, blocks, plain, flat
         self.weights: dict[str, np.ndarray] = {}  # those that the graph uses so far
         self._parameters, self._constants = parameters, {}
         self._nodes: list[NodeProto] = []  # of the graph or branch being written
@@ -227,22 +231,18 @@ class Builder:
         """x (N, I), weight (O, I), bias (O,) -> (N, O)."""
         return self.op("Gemm", x, weight, *bias, transB=1, name=f"{weight}_{self._made}")
 
-    def linear_rounded(self, x: str, weight: Tensor, bias: str | None) -> str:
-        """A linear map whose weights are rounded: x (N, I) float32 -> (N, O)."""
-        return self.linear_in_blocks(x, weight, bias) if self.bits else self.linear_int8(x, weight, bias)
-
     def linear_in_blocks(self, x: str, weight: Tensor, bias: str | None, rows: slice = slice(None)) -> str:
-        """The same for some rows of a weight that is rounded in blocks."""
+        """A linear map of some rows of a weight that is rounded in blocks: x (N, I) float32 -> (N, O)."""
         name, (outputs, inputs) = self.packed(weight, rows), weight.shape
         rest = [f"{name}_scales", f"{name}_zeros", *([] if bias is None else ["", bias])]
-        sizes = {"N": len(range(outputs)[rows]), "K": inputs, "bits": self.bits, "block_size": BLOCK}
+        sizes = {"N": len(range(outputs)[rows]), "K": inputs, "bits": self.blocks[id(weight)], "block_size": BLOCK}
         return self.op("MatMulNBits", x, name, *rest, domain=MICROSOFT, accuracy_level=IN_INT8, **sizes)
 
     def embedding_rounded(self, ids: str, weight: Tensor) -> str:
         """The rows of `ids` of embeddings that are rounded in blocks, which the LM head may share."""
         name, width = self.packed(weight), weight.shape[1]
         rows = self.op("Reshape", name, self.integers(len(weight), -1))
-        settings = {"bits": self.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
+        settings = {"bits": self.blocks[id(weight)], "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
         rest = f"{name}_scales", f"{name}_zeros"
         embedded = self.op("GatherBlockQuantized", rows, ids, *rest, domain=MICROSOFT, **settings)
         whole = width % BLOCK == 0  # else the last block is filled up with numbers that no row has
@@ -252,17 +252,18 @@ class Builder:
         """The name of rows of a matrix (O, I) in blocks, as MatMulNBits reads it: (O, I / BLOCK, bytes of a block)
         uint8. With _scales (O, I / BLOCK) and _zeros, the blocks' whole numbers of 0, packed as the weights are."""
         name, weight = self._named(weight)
-        packed = f"{name}_int{self.bits}" if rows == slice(None) else f"{name}[{rows.start}:{rows.stop}]_int{self.bits}"
+        bits = self.blocks[id(weight)]
+        packed = f"{name}_int{bits}" if rows == slice(None) else f"{name}[{rows.start}:{rows.stop}]_int{bits}"
         if packed not in self.weights:
             matrix = self._array(weight)[rows]
-            (outputs, inputs), numbers = matrix.shape, 8 // self.bits  # of a byte
+            (outputs, inputs), numbers = matrix.shape, 8 // bits  # of a byte
             blocks = -(-inputs // BLOCK)
             columns = np.zeros((blocks * BLOCK, outputs), np.float32)
             columns[:inputs] = matrix.T
             values = np.zeros((outputs, blocks, BLOCK // numbers), np.uint8)
             scales = np.zeros((outputs, blocks), np.float32)
             zeros = np.zeros((outputs, -(-blocks // numbers)), np.uint8)
-            PACKERS[self.bits](values, columns, scales, zeros, BLOCK, outputs, inputs, False)
+            PACKERS[bits](values, columns, scales, zeros, BLOCK, outputs, inputs, False)
             self.weights |= {packed: values, f"{packed}_scales": scales, f"{packed}_zeros": zeros}
         return packed
 
@@ -330,7 +331,7 @@ class Builder:
             _copy_into_branches(graph, values)
         _place(graph, values, self.weights if self.flat else ())
         graph.initializer.extend(numpy_helper.from_array(values, name) for name, values in self._defaults.items())
-        opsets = [helper.make_opsetid("", OPSET), *([helper.make_opsetid(MICROSOFT, 1)] if self.bits else [])]
+        opsets = [helper.make_opsetid("", OPSET), *([helper.make_opsetid(MICROSOFT, 1)] if self.blocks else [])]
         return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="mini_ee")
 
 

@@ -311,9 +311,9 @@ def linear(x: Value, weight, bias=None) -> Value:
     shape = [*x.shape[:-1], weight.shape[0]]
     bias = None if bias is None else name_of(bias, x)
     if id(weight) in x.g.rounded:
-        return x.flat_like(x.g.linear_rounded(x.flat, weight, bias), shape)
-    matrix, *part = getattr(weight, "rows", None) or (None,)
-    if x.g.bits and id(matrix) in x.g.rounded:  # some of the outputs, such as keys and values without queries
+        return x.flat_like(x.g.linear_int8(x.flat, weight, bias), shape)
+    matrix, *part = getattr(weight, "rows", None) or (weight, None)  # or some outputs: keys and values without queries
+    if id(matrix) in x.g.blocks:
         return x.flat_like(x.g.linear_in_blocks(x.flat, matrix, bias, slice(*part)), shape)
     names = [name_of(weight, x), *([] if bias is None else [bias])]
     return x.flat_like(x.g.gemm(x.flat, *names), shape)

@@ -348,7 +348,7 @@ def _gather(x: Value, dim: int, at: Value) -> Value:
 def _embedding(ids: Value, weight, *_, **__) -> Value:
     like = ids if isinstance(ids, Value) else weight
     kind = weight.kind if isinstance(weight, Value) else like.g.dtype
-    if like.g.bits and id(weight) in like.g.rounded:
+    if id(weight) in like.g.blocks:
         return like.like(like.g.embedding_rounded(ids.name, weight), [*ids.shape, weight.shape[1]], kind)
     return like.like(
         like.g.op("Gather", name_of(weight, like), name_of(ids, like)), [*ids.shape, weight.shape[1]], kind

@@ -192,7 +192,7 @@ def write_graphs(
             _write_encoder(encoder, made["encoder"])
     weights, graphs = {name: values for builder in made.values() for name, values in builder.weights.items()}, {}
     (folder / WEIGHTS).parent.mkdir(exist_ok=True)
-    offsets = write_beside(folder / WEIGHTS, weights, len(made) > 1 or "bits" in settings)
+    offsets = write_beside(folder / WEIGHTS, weights, len(made) > 1 or "blocks" in settings)
     for name, builder in made.items():
         graph, path = builder.model(name, offsets), (folder / WEIGHTS).with_name(f"{name}.onnx")
         onnx.save(graph, path)
@@ -217,7 +217,7 @@ def _rounding(model: nn.Module, precision: str) -> dict:
     if not precision.startswith("int"):
         return {"dtype": np.dtype(precision).type}
     if model.unit == "tokens":
-        return {"dtype": np.float32, "rounded": block_maps(model), "bits": int(precision.removeprefix("int"))}
+        return {"dtype": np.float32, "blocks": block_maps(model, int(precision.removeprefix("int")))}
     if precision == "int4":
         raise ValueError("int4 is for decoders that generate text, found another model; export it in int8")
     return {"dtype": np.float32, "rounded": int8_maps(model)}

@@ -14,7 +14,7 @@ from mini_ee.lab.backbones.hub import load_backbone
 from mini_ee.lab.backbones.llama import Decoder
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits import clasp, swift
-from mini_ee.lab.exits.clasp import Clasp
+from mini_ee.lab.exits.clasp import Clasp, alone
 from mini_ee.lab.exits.decoding import gather
 from mini_ee.lab.exits.generation import TokenSegments, generate
 from mini_ee.lab.exits.skipped_layers import generate_skipping, load_skipper
@@ -199,14 +199,31 @@ def windowed(config):
     return Decoder(replace(config, model_type="mistral", sliding_window=5))
 
 
-@pytest.mark.parametrize("make", [Decoder, Sloped, windowed])
-def test_clasp_chooses_by_equation_2(make):
-    """In decoders whose layers all change much, with each kind of mask."""
+def changing(make):
+    """A decoder whose layers all change much."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        decoder = make(random_decoder("llama", 6).config).eval().requires_grad_(False)
+        return make(random_decoder("llama", 6).config).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("make", [Decoder, Sloped, windowed])
+def test_states_of_a_token_read_the_text_before_it_and_themselves(make):
+    """With each kind of mask; and what the full model has read of the text stays in the cache."""
+    decoder, skipper, at = changing(make), Clasp(0.5), 20
+    text = [*PROMPT, *written(decoder, skipper).tokens]
+    token, cache = OneToken(decoder, text[: at + 1]), skipper.segments.cache
+    before = cache.keys[:, :, :, : at + 1].clone(), cache.values[:, :, :, : at + 1].clone()
+    states = 3 * torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
+    for layer in range(6):
+        after = decoder.run_layers(states[None], alone(skipper.segments, at, 5), layer, layer + 1)[0]
+        expected = torch.stack([token.after(layer, state) for state in states])
+        torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close((cache.keys[:, :, :, : at + 1], cache.values[:, :, :, : at + 1]), before)
+
+
+def test_clasp_chooses_by_equation_2():
     different = set()
-    for layers, token in choices(decoder, 0.34):
+    for layers, token in choices(changing(Decoder), 0.34):
         assert layers == set(token.by_equation_2(2))
         different.add(frozenset(layers))
     assert len(different) > 2
