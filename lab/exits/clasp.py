@@ -32,6 +32,8 @@ INTERVAL = 128  # rounds, the fastest in the paper
 
 
 class Clasp(Skipper):
+    """Chooses by the states of the last verified token, after the first round and after each INTERVAL rounds."""
+
     rounds = 0
 
     def choose_layers(self, written: list[int], states: list[Tensor]) -> None:
@@ -42,21 +44,21 @@ class Clasp(Skipper):
 
     def closest(self, states: Tensor, at: int) -> set[int]:
         """The layers to skip. states (L, D): h_0 .. h_{L-1} of the token at this position."""
-        count, kept_at = len(self.skipped), []
+        count, ran_at = len(self.skipped), []
         block = alone(self.segments, at, count)
         best = states[1].repeat(count + 1, 1)  # best[j] = g(i, j), if j is at most the number of layers after the first
         for layer in range(1, self.layers - 1):
             after = self.segments.decoder.run_layers(best[None, 1:], block, layer, layer + 1)[0]
-            kept, skipped = torch.cat((states[layer + 1, None], after)), best.roll(1, dims=0)
-            similar, other = (F.cosine_similarity(g, states[layer + 1], dim=-1) for g in (kept, skipped))
-            keep = similar > other
-            keep[layer:], keep[0] = False, True  # there are no j skipped layers before layer j + 1
-            best = torch.where(keep[:, None], kept, skipped)
-            kept_at.append(keep.tolist())
+            computed, skipped = torch.cat((states[layer + 1, None], after)), best.roll(1, dims=0)
+            similar, other = (F.cosine_similarity(g, states[layer + 1], dim=-1) for g in (computed, skipped))
+            runs = similar > other
+            runs[layer:], runs[0] = False, True  # there are no j skipped layers before layer j + 1
+            best = torch.where(runs[:, None], computed, skipped)
+            ran_at.append(runs.tolist())
         self.layers_loaded += self.layers - 2
         layers = set()
         for layer in reversed(range(1, self.layers - 1)):
-            if not kept_at[layer - 1][count - len(layers)]:
+            if not ran_at[layer - 1][count - len(layers)]:
                 layers.add(layer)
         return layers
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mini_ee.lab.backbones.generative import CausalDecoder, GenerativeBackbone
+from mini_ee.lab.backbones.generative import GenerativeBackbone
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.decoding import Step
 from mini_ee.lab.exits.generation import TokenSegments, capacity_for
@@ -99,7 +99,7 @@ def generate_skipping(
 
     Raises WrongArguments for an encoder-decoder.
     """
-    if not isinstance(decoder, CausalDecoder):
+    if decoder.is_encoder_decoder:
         raise WrongArguments(
             f"drafts with skipped layers: expected a decoder without an encoder, found a {decoder.config.model_type}; "
             f"let an exit draft, without --draft-by"

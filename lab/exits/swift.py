@@ -27,6 +27,8 @@ CONTEXT, TRIES, ENOUGH = 32, 300, 0.95
 
 
 class Swift(Skipper):
+    """Chooses by the share of the last tokens that are predicted without some layers, for random sets of layers."""
+
     def begin(self, segments: SkippingSegments, newest: int) -> None:
         super().begin(segments, newest)
         self.random, self.tokens = np.random.default_rng(0), deque[int](maxlen=CONTEXT + 1)

@@ -169,8 +169,8 @@ class OneToken:
                 return None
             if j == 0:
                 return self.state(i), ()
-            kept, skipped = g(i - 1, j), g(i - 1, j - 1)
-            ways = [] if kept is None else [(self.after(i - 1, kept[0]), kept[1])]
+            run, skipped = g(i - 1, j), g(i - 1, j - 1)
+            ways = [] if run is None else [(self.after(i - 1, run[0]), run[1])]
             ways += [] if skipped is None else [(skipped[0], (*skipped[1], i - 1))]
             return max(ways, key=lambda way: self.similarity(i, way[0]))
 
