@@ -250,25 +250,24 @@ def test_smollm2_writes_what_torch_writes(smollm2, tmp_path):
 
 
 @NEEDS_SMOLLM2
-@pytest.mark.parametrize("precision, least, least_of_all", [("int8", 0.94, 0.94), ("int4", 0.94, 0.65)])
-def test_smollm2_in_blocks_predicts_what_torch_predicts_with_the_rounded_weights(
-    smollm2, tmp_path, precision, least, least_of_all
-):
-    """After the same text. With its own weights torch predicts what it does in 8 bits, but in 4 only for most tokens.
+@pytest.mark.parametrize("precision, least", [("int8", 0.92), ("int4", 0.65)])
+def test_smollm2_in_blocks_predicts_what_torch_predicts_with_the_rounded_weights(smollm2, tmp_path, precision, least):
+    """After the same text: written freely, texts differ for good after the first token that differs.
 
-    The weights of this folder had 4 bits before: Q4_1, a scale and a minimum of any size for each block. MatMulNBits
-    has whole numbers of 0 instead of the minimum, so they are rounded a second time.
+    With the weights that are not rounded, torch predicts most of it in 4 bits, and nearly all in 8. The weights of this
+    folder had 4 bits before (Q4_1: in each block a scale, and a minimum of any size). MatMulNBits has a whole number of
+    0 in place of the minimum, so 4 bits round them a second time.
     """
     manifest = export(smollm2, tmp_path / "out", precision=precision)
-    assert manifest["verified"]["prediction_agreement"] >= least_of_all
+    assert manifest["verified"]["prediction_agreement"] >= least
     state = smollm2.model.state_dict()
     _, replaced = rounded_matrices(weights_of(tmp_path / "out"), state)
+    assert len(replaced) == 5 * 30 + 1  # matrices of a layer, layers, embeddings
     smollm2.model.load_state_dict(state | replaced)
-    assert len(replaced) == 4 * 30 + 1
     ids = [smollm2.tokenizer.ids_of(prompt) for prompt in CALIBRATION_PROMPTS]
-    capacity = max(map(len, ids)) + 32
-    torch_segments = verification.token_segments(smollm2.model, "copy_state", len(ids), capacity)
-    expected, tokens = verification.drawn_text(torch_segments, ids, 32, 0)
-    graph = Runtime(tmp_path / "out").segments(len(ids), capacity)
-    actual, _ = verification.drawn_text(graph, ids, 32, 0, tokens)
-    assert np.mean([mine.argmax(-1) == other.argmax(-1) for mine, other in zip(expected, actual)]) >= least
+    sizes = len(ids), max(map(len, ids)) + 32
+    in_torch = verification.token_segments(smollm2.model, "copy_state", *sizes)
+    expected, tokens = verification.drawn_text(in_torch, ids, 32, 0)
+    actual, _ = verification.drawn_text(Runtime(tmp_path / "out").segments(*sizes), ids, 32, 0, tokens)
+    assert relative_difference(np.stack(expected), np.stack(actual)) < 0.06
+    assert np.mean([mine.argmax(-1) == other.argmax(-1) for mine, other in zip(expected, actual)]) >= 0.92
