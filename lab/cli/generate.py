@@ -47,7 +47,7 @@ def add(sub: ArgumentParser) -> None:
     drafts = "generate the full model's text: an exit drafts, or --draft-by; the model verifies"
     early.add_argument("--lossless", action="store_true", help=drafts)
     early.add_argument("--draft", type=positive, metavar="N", help="maximum number of tokens per draft (default 4)")
-    skips = "what chooses the layers that a draft skips, of any decoder: swift (at random) or clasp (by their states)"
+    skips = "method that chooses the layers a draft skips, without exits: swift (at random) or clasp (by their states)"
     early.add_argument("--draft-by", choices=SKIPPERS, help=skips)
     early.add_argument("--show-exits", action="store_true", help="colour each token by its exit layer, also in a pipe")
 
