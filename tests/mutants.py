@@ -843,6 +843,10 @@ OF_PAGES = [
     ("experiments.example_values._at_share", source("<= share + SLACK", "<= 1"), "verdicts.py::test_accuracy_at_a_cost_is_that_of_the_best_rule_that_needs_at_most_so_much"),
     ("experiments.page_data.printed", source("1 if digits is None else digits", "1"), "reproduce.py::test_a_bound_that_rounds_to_0_shows_its_sign_which_can_decide_a_verdict"),
     ("experiments.page_data._selected", source("max(figures", "min(figures"), "reproduce.py::test_held_out_examples_select_a_setting_for_each_seed"),
+    ("experiments.measured.token_tasks_page._tag_targets", source("word != before", "True"), "token_tasks_page.py::test_the_first_token_of_a_word_has_its_tag"),
+    ("experiments.measured.token_tasks_page._span_targets", source("BEYOND if None in places else place", "place or 0"), "token_tasks_page.py::test_a_span_has_the_tokens_of_its_ends_and_one_that_is_cut_is_ignored"),
+    ("experiments.measured.add_exits_guarantee.Observer.outcomes", source("self.untested", "self.chosen"), "token_tasks_page.py::test_draws_without_a_test_violate_the_agreement_and_draws_with_one_rarely"),
+    ("experiments.measured.token_tasks_page.repetition", source("recorded.replay(rule)", "recorded.take(lines).replay(rule)"), "token_tasks_page.py::test_draws_without_a_test_violate_the_agreement_and_draws_with_one_rarely"),
 ]
 
 BAG_OF_WORDS = "reviews.py::test_a_bag_of_words_reads_plain_sentences_and_is_near_chance_on_hard_ones[0]"

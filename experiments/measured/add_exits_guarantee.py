@@ -6,6 +6,7 @@ chooses thresholds on them as add-exits does, and counts the agreement on the re
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -80,6 +81,15 @@ class Observer:
                 self.untested[level] = rule.default_rule(selection, test, task, **given)
         return chosen_rule
 
+    def outcomes(self, replayed: Callable[[Rule], tuple[float, float]]) -> list[dict]:
+        """For each level, tested and not: whether there is a guarantee, agreement and layers saved on new texts."""
+        results = []
+        for planted, choices in ((None, self.chosen), (PLANTED, self.untested)):
+            for level, chosen in choices.items():
+                outcome = {"level": level, "planted": planted, "guaranteed": chosen.guarantee is not None}
+                results.append(outcome | dict(zip(("agreement", "saved"), replayed(chosen.rule))))
+        return results
+
 
 def repetition(pool: Pool, out: Path, seed: int) -> dict:
     """Draw texts, train, choose: for each level whether there is a guarantee, the agreement, and layers saved."""
@@ -93,14 +103,8 @@ def repetition(pool: Pool, out: Path, seed: int) -> dict:
     no_wait = patch.object(os, "fsync", lambda file: None)  # do not wait for the disk: runs are temporary
     with patch.object(train_rows, "default_rule", observer), of_pool, no_wait:
         adding._trained(pool.folder, task, out, count, AddOptions(), seed, lambda line: None)
-    run, levels = load_run(out / "run"), []
-    for planted, choices in ((None, observer.chosen), (PLANTED, observer.untested)):
-        for level, chosen in choices.items():
-            agreement, saved = pool.agreement(run, chosen.rule, ~drawn)
-            guaranteed = chosen.guarantee is not None
-            levels.append({"level": level, "planted": planted, "guaranteed": guaranteed})
-            levels[-1] |= {"agreement": agreement, "saved": saved}
-    return {"seed": seed, "levels": levels}
+    run = load_run(out / "run")
+    return {"seed": seed, "levels": observer.outcomes(lambda chosen: pool.agreement(run, chosen, ~drawn))}
 
 
 def guarantee(sources: Sources, work: Path) -> dict:

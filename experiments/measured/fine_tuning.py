@@ -6,6 +6,8 @@ transformers computes for the examples of dev or test.
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,8 +26,8 @@ TASKS = {"SST-2": (3_000, 2), "TREC": (2_000, 2), "MRPC": (1_000, 2), "SICK-R": 
 MODELS = {"MiniLM": ("all-MiniLM-L6-v2", 1e-4), "BERT-12x128": (None, 4e-4)}
 """name -> folder in weights/ (None: the built-in model), learning rate."""
 
-OTHERS = {"DistilBERT": ("all-MiniLM-L6-v2", 1e-4)}
-"""Of results/alternatives.md: a DistilBERT with the layers of MiniLM."""
+OTHERS = {"DistilBERT": ("all-MiniLM-L6-v2", 1e-4), "MPNet": ("all-mpnet-base-v2", 3e-5)}
+"""Of results/alternatives.md: a DistilBERT with the layers of MiniLM, and a model of BERT-base's size."""
 
 SEEDS, MOST_TESTED, MAX_LENGTH, BATCH, CHUNK = 3, 1_000, 128, 32, 16
 SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
@@ -68,37 +70,52 @@ def fine_tuned(sources: Sources, work: Path, name: str, model: str, seed: int) -
 
 
 def _fine_tune(sources: Sources, out: Path, task: Task, rows: Split, test: Split, model: str, seed: int) -> None:
-    """AdamW, a rise over a tenth of the steps, then a linear fall; batches of texts of similar length."""
-    transformers, (weights, lr), epochs = load_transformers(), (MODELS | OTHERS)[model], TASKS[task_key(task)][1]
-    source = BUILT_IN_MODEL if weights is None else sources.find("weights", weights)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"), **SPECIAL)
-    tokenizer.model_max_length = MAX_LENGTH
-    names = dict(enumerate(task.label_names))
+    """A head for labels of texts, or for a number. Batches have texts of similar length."""
+    epochs, names = TASKS[task_key(task)][1], dict(enumerate(task.label_names))
     labels = {"id2label": names, "label2id": {label: at for at, label in names.items()}} if names else {}
+    kind, settings = "SequenceClassification", labels | {"num_labels": task.num_labels}
+    with new_head(sources, out, model, seed, kind, **settings) as (network, tokenizer):
+        if task.regression:
+            torch.nn.init.constant_(network.classifier.bias, float(rows.labels.mean()))
+
+        def loss_of(some: np.ndarray) -> torch.Tensor:
+            return network(**_tokens(tokenizer, rows.take(some)), labels=torch.tensor(rows.labels[some])).loss
+
+        learn(network, rows, loss_of, (MODELS | OTHERS)[model][1], epochs, seed)
+        with torch.inference_mode():
+            parts = [
+                network(**_tokens(tokenizer, test.take(slice(at, at + BATCH)))).logits
+                for at in range(0, len(test), BATCH)
+            ]
+    np.savez(out / "test.npz", logits=torch.cat(parts).numpy())
+
+
+@contextmanager
+def new_head(sources: Sources, out: Path, model: str, seed: int, head: str, **settings) -> Iterator[tuple]:
+    """A model of MODELS with a new head, and its tokenizer; after the block saved in `out`, with the minutes it took.
+
+    head: that of a class AutoModelFor... of transformers; settings: of its configuration.
+    """
+    transformers, weights = load_transformers(), (MODELS | OTHERS)[model][0]
+    source = BUILT_IN_MODEL if weights is None else sources.find("weights", weights)
+    if (source / "tokenizer_config.json").exists():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    else:
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"), **SPECIAL)
+    tokenizer.model_max_length = MAX_LENGTH
     torch.manual_seed(seed)
-    kind = transformers.AutoModelForSequenceClassification
-    network = kind.from_pretrained(source, num_labels=task.num_labels, **labels)
+    network = getattr(transformers, f"AutoModelFor{head}").from_pretrained(source, **settings)
     if model == "DistilBERT":
         network = _as_distilbert(network)
-    if task.regression:
-        torch.nn.init.constant_(network.classifier.bias, float(rows.labels.mean()))
     begin = time.process_time()
-
-    def loss_of(some: np.ndarray) -> torch.Tensor:
-        return network(**_tokens(tokenizer, rows.take(some)), labels=torch.tensor(rows.labels[some])).loss
-
-    _learn(network, rows, loss_of, lr, epochs, seed)
-    with torch.inference_mode():
-        parts = [
-            network(**_tokens(tokenizer, test.take(slice(at, at + BATCH)))).logits for at in range(0, len(test), BATCH)
-        ]
-    np.savez(out / "test.npz", logits=torch.cat(parts).numpy())
+    yield network, tokenizer
     network.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    write_json(out / "about.json", {"rows": len(rows), "epochs": epochs, "minutes": (time.process_time() - begin) / 60})
+    write_json(out / "about.json", {"minutes": (time.process_time() - begin) / 60})
 
 
-def _learn(network, rows: Split, loss_of, lr: float, epochs: int, seed: int) -> None:
+def learn(network, rows: Split, loss_of, lr: float, epochs: int, seed: int) -> None:
+    """AdamW, a rise over a tenth of the steps, then a linear fall. loss_of: the loss of rows with these numbers."""
     random, steps = np.random.default_rng(seed), epochs * -(-len(rows) // BATCH)
     optimizer = torch.optim.AdamW(network.parameters(), lr=lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -132,7 +149,7 @@ def distilled(model: FineTuned, out: Path, most: int) -> None:
 
     torch.manual_seed(0)
     begin = time.process_time()
-    _learn(student, rows, loss_of, lr=1e-4, epochs=-(-most // len(rows)), seed=0)
+    learn(student, rows, loss_of, lr=1e-4, epochs=-(-most // len(rows)), seed=0)
     with atomic_folder(out) as partial:
         write_json(partial / "about.json", {"rows": len(rows), "minutes": (time.process_time() - begin) / 60})
         student.save_pretrained(partial)

@@ -41,14 +41,17 @@ def probabilities(wrong: np.ndarray, share: float, count: int, unlike: bool, ran
     return full
 
 
-def chosen_from(recorded: Record, lines: np.ndarray, level: float, seed: int) -> Chosen:
-    """The default rule for these lines (numbers of texts), which the parts of add-exits choose and test."""
+def chosen_from(recorded: Record, lines: np.ndarray, level: float, seed: int, token_kind: str = "") -> Chosen:
+    """The default rule for these lines (numbers of texts), which the parts of add-exits choose and test.
+
+    token_kind: of token_tasks.py, if the model predicts tokens.
+    """
     names = tuple(map(str, range(recorded.logits.shape[2])))
     rows = Split(tuple((str(line),) for line in lines), lines)
-    task = Task("lines", names, ("accuracy",), {"train": rows})
+    task = Task("lines", names, ("accuracy",), {"train": rows}, token_kind=token_kind)
     parts = split_rows(task, seed, max(int(TRAINED * len(lines)), len(lines) - 2 * TEST_ROWS))
     selection, test = (recorded.take(part.labels) for part in (parts.selection, parts.test))
-    return default_rule(selection, test, task, round(1 - level, 6))
+    return default_rule(selection, test, task, max_loss=round(1 - level, 6))
 
 
 def repetition(recorded: Record, kind: tuple[float, int, bool], seed: int) -> list[dict]:

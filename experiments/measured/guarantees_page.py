@@ -64,10 +64,12 @@ def record_unseen(work: Path, sources: Sources, name: str, rows: int, most: int 
     return path
 
 
-def record_of(logits: np.ndarray) -> Record:
-    """A record of logits (N, K, C) on which rules can be replayed."""
-    layers = np.diff((0, *EXITS)).tolist()
-    return Record(Recorded(EXITS, logits, np.ones((*logits.shape[:2], 2)), layers), logits, 1.0)
+def record_of(
+    logits: np.ndarray, exits: tuple[int, ...] = EXITS, measures: dict[str, np.ndarray] | None = None
+) -> Record:
+    """A record of logits (N, K, C), and of measures (N, K - 1), on which rules can be replayed."""
+    layers = np.diff((0, *exits)).tolist()
+    return Record(Recorded(exits, logits, np.ones((*logits.shape[:2], 2)), layers, measures), logits, 1.0)
 
 
 def without_bound(recorded: Record, labels: np.ndarray) -> Rule:
