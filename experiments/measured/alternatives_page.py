@@ -10,6 +10,7 @@ another order, answers the same examples one by one and then in batches of BATCH
     OpenVINO, -int8      the graph in OpenVINO; quantized by nncf with CALIBRATED texts
     half of the layers   the first half of the layers, distilled from the model's logits on the same texts as the exits
     exits, -int8, -OpenVINO   `mini-ee add-exits`, with thresholds calibrated for each graph and engine
+    exits, none taken         the same graph as exits, with a rule that stops no text
 """
 
 import json
@@ -35,8 +36,9 @@ from mini_ee.lab.data.tasks import Split
 from mini_ee.lab.data.tokenizer import Inputs
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.export.engine import Engine
+from mini_ee.lab.rules import Never, Rule
 
-TASKS, MODELS = ("TREC", "SST-2"), ("MiniLM", "DistilBERT")
+TASKS, MODELS = ("TREC", "SST-2"), ("MiniLM", "DistilBERT", "MPNet")
 TEXTS, CALIBRATED, TIMED, ROUNDS, THREADS, OPSET = 10_000, 300, 128, 5, 2, 17
 REFERENCE = "whole graph"
 
@@ -142,24 +144,30 @@ def _ways(model: FineTuned, folder: Path, tokenizer):
 def _exits(model: FineTuned, folder: Path):
     """With exits, in float32 and int8, and in OpenVINO. Each has thresholds of its own."""
     out, texts = folder / "exits", folder / "exits.jsonl"
-    minutes = call(model, out, TEXTS, 0)["processor_minutes"]
+    minutes = stored(folder, "exits", partial(call, model, out, TEXTS, 0))["processor_minutes"]
     exported = {"exits": out / "exported", "exits, int8": folder / "int8", "exits, OpenVINO": folder / "openvino"}
     for name, path in exported.items():
         engine = Engine("openvino", "f32") if "OpenVINO" in name else Engine()
-        more = 0.0 if name == "exits" else _processor_seconds(partial(_calibrated, out, path, texts, engine)) / 60
+        make = partial(_calibrated, out, path, texts, engine)
+        more = 0.0 if name == "exits" else stored(folder, name, make)["minutes"]
         runtime = engine.open(path, threads=THREADS)
-        yield name, Alternative(_of_runtime(runtime), None if "Open" in name else "onnx", path, minutes + more)
+        kind = None if "Open" in name else "onnx"
+        yield name, Alternative(_of_runtime(runtime, runtime.rule), kind, path, minutes + more)
+        if name == "exits":
+            yield "exits, none taken", Alternative(_of_runtime(runtime, Never()), None, path, minutes)
 
 
-def _calibrated(out: Path, path: Path, texts: Path, engine: Engine) -> None:
-    """The export in int8, or for another engine, with thresholds of its own."""
+def _calibrated(out: Path, path: Path, texts: Path, engine: Engine) -> dict:
+    """Make the export in int8, or for another engine, with thresholds of its own: minutes of processor time."""
+    calibrate = ["calibrate", path, "--text", texts, "--epsilon", AGREEMENT, *engine.options.split()]
     shutil.rmtree(path, ignore_errors=True)
+    seconds = 0.0
     if engine == Engine():
-        _command("export", out / "run", "--int8", "--out", path)
+        seconds = _processor_seconds(partial(_command, "export", out / "run", "--int8", "--out", path))
+        calibrate += ["--batch-size", 1]  # in int8 a prediction depends on its batch
     else:
         shutil.copytree(out / "exported", path)
-    size = ("--batch-size", 1) if engine == Engine() else ()  # in int8 a prediction depends on its batch
-    _command("calibrate", path, "--text", texts, "--epsilon", AGREEMENT, *engine.options.split(), *size)
+    return {"minutes": (seconds + _processor_seconds(partial(_command, *calibrate))) / 60}
 
 
 def write_onnx(folder: Path, path: Path) -> None:
@@ -197,7 +205,7 @@ def _of_torch(folder: Path) -> Answer:
 def _of_onnx(path: Path) -> Answer:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = THREADS, 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the others take turns with it
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # after a run, as in export/sessions.py
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     return lambda feeds: session.run(["logits"], feeds)[0]
 
@@ -210,13 +218,13 @@ def _of_openvino(path: Path) -> Answer:
     return lambda feeds: compiled(feeds)["logits"].copy()
 
 
-def _of_runtime(runtime) -> Answer:
-    """An export with exits: its rule stops each row."""
+def _of_runtime(runtime, rule: Rule) -> Answer:
+    """An export with exits: a rule stops each row."""
     segments = runtime.segments()
 
     def answer(feeds: Feeds) -> np.ndarray:
         ids, mask = feeds["input_ids"], feeds["attention_mask"]
-        return early_exit(segments, runtime.rule, Inputs(ids, mask, np.zeros_like(ids), (("",),) * len(ids))).logits
+        return early_exit(segments, rule, Inputs(ids, mask, np.zeros_like(ids), (("",),) * len(ids))).logits
 
     return answer
 
@@ -278,10 +286,15 @@ PARTS = {name: partial(alternatives, name=name) for name in MODELS}
 
 
 def page_figures(figures: dict) -> dict:
-    """The cases of each model and task, and their rows by name for the sentences."""
+    """The cases of each model and task, a table of them side by side, and their rows by name for the sentences."""
     cases = [case for name in MODELS for case in figures[name]]
+    ways = zip(*(case["rows"] for case in cases), strict=True)
     return {
         "tables": cases,
+        "columns": [f"{case['model']}, {case['task']}" for case in cases],
+        "side_by_side": [
+            [way[0]["name"], *(f"{row['time_1']:.2f} ({100 * row['agreement']:.1f})" for row in way)] for way in ways
+        ],
         "of": {(case["model"], case["task"]): {row["name"]: row for row in case["rows"]} for case in cases},
         **{"wanted": AGREEMENT, "batch": BATCH, "timed": TIMED, "rounds": ROUNDS, "threads": THREADS},
         "calibrated": CALIBRATED,
