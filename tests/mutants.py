@@ -813,7 +813,7 @@ OF_GRAPHS = [
     ("export.builder.Builder.model", source("not self.flat", "True"), "weights_in_blocks.py::test_every_product_has_its_matrix_in_its_own_branch_and_the_file_has_it_once"),
     ("export.token_graphs.TokenGraphs.shares_head", always(property(lambda self: False)), "weights_in_blocks.py::test_lenses_read_the_vocabulary_once_after_the_exit_unless_the_rule_reads_logits[gate]"),
     ("export.token_graphs.TokenGraphs.mapped", source("self.model.heads[k].mapped(hidden)", "hidden"), "weights_in_blocks.py::test_a_decoder_writes_what_torch_writes_with_the_rounded_weights[4]"),
-    ("export.writer.block_maps", lambda true: lambda model: true(model) | {id(value) for value in model.policy.parameters() if value.dim() == 2}, "weights_in_blocks.py::test_a_decoder_writes_what_torch_writes_with_the_rounded_weights[4]"),
+    ("export.writer.block_maps", lambda true: lambda model, bits: true(model, bits) | {id(value): bits for value in model.policy.parameters() if value.dim() == 2}, "weights_in_blocks.py::test_a_decoder_writes_what_torch_writes_with_the_rounded_weights[4]"),
     ("export.token_record.record_tokens", source('np.argsort(columns["groups"], kind="stable")', 'np.arange(len(columns["groups"]))'), "weights_in_blocks.py::test_the_record_of_a_graph_is_that_of_torch"),
     ("export.verification.relative_difference", always(lambda expected, found: 0.0), "weights_in_blocks.py::test_the_check_states_its_tolerance_and_no_folder_is_left_if_it_fails"),
     ("exits.row_exits.RowState.keep", always(lambda self, rows: RowState(self.hidden[: rows.shape[0]], self.context.keep(rows))), STOPS),
@@ -843,11 +843,15 @@ OF_PAGES = [
     ("experiments.example_values._at_share", source("<= share + SLACK", "<= 1"), "verdicts.py::test_accuracy_at_a_cost_is_that_of_the_best_rule_that_needs_at_most_so_much"),
     ("experiments.page_data.printed", source("1 if digits is None else digits", "1"), "reproduce.py::test_a_bound_that_rounds_to_0_shows_its_sign_which_can_decide_a_verdict"),
     ("experiments.page_data._selected", source("max(figures", "min(figures"), "reproduce.py::test_held_out_examples_select_a_setting_for_each_seed"),
-    ("experiments.measured.token_tasks_page._tag_targets", source("word != before", "True"), "token_tasks_page.py::test_the_first_token_of_a_word_has_its_tag"),
-    ("experiments.measured.token_tasks_page._span_targets", source("BEYOND if None in places else place", "place or 0"), "token_tasks_page.py::test_a_span_has_the_tokens_of_its_ends_and_one_that_is_cut_is_ignored"),
     ("experiments.measured.add_exits_guarantee.Observer.outcomes", source("self.untested", "self.chosen"), "token_tasks_page.py::test_draws_without_a_test_violate_the_agreement_and_draws_with_one_rarely"),
     ("experiments.measured.token_tasks_page.repetition", source("recorded.replay(rule)", "recorded.take(lines).replay(rule)"), "token_tasks_page.py::test_draws_without_a_test_violate_the_agreement_and_draws_with_one_rarely"),
 ]
+
+if find_spec("transformers"):
+    OF_PAGES += [
+        ("experiments.measured.token_tasks_page._tag_targets", source("word != before", "True"), "token_tasks_page.py::test_the_first_token_of_a_word_has_its_tag"),
+        ("experiments.measured.token_tasks_page._span_targets", source("BEYOND if None in places else place", "place or 0"), "token_tasks_page.py::test_a_span_has_the_tokens_of_its_ends_and_one_that_is_cut_is_ignored"),
+    ]
 
 BAG_OF_WORDS = "reviews.py::test_a_bag_of_words_reads_plain_sentences_and_is_near_chance_on_hard_ones[0]"
 OF_DATA = [
