@@ -844,6 +844,7 @@ OF_PAGES = [
     ("experiments.page_data.printed", source("1 if digits is None else digits", "1"), "reproduce.py::test_a_bound_that_rounds_to_0_shows_its_sign_which_can_decide_a_verdict"),
     ("experiments.page_data._selected", source("max(figures", "min(figures"), "reproduce.py::test_held_out_examples_select_a_setting_for_each_seed"),
     ("experiments.measured.add_exits_guarantee.Observer.outcomes", source("self.untested", "self.chosen"), "token_tasks_page.py::test_draws_without_a_test_violate_the_agreement_and_draws_with_one_rarely"),
+    ("experiments.measured.token_tasks_page.page_figures", source('["interval"][0]', '["interval"][1]'), "token_tasks_page.py::test_a_page_is_written_for_sets_with_exits_and_for_one_where_they_are_not_worth_it"),
     ("experiments.measured.token_tasks_page.repetition", source("recorded.replay(rule)", "recorded.take(lines).replay(rule)"), "token_tasks_page.py::test_draws_without_a_test_violate_the_agreement_and_draws_with_one_rarely"),
 ]
 
