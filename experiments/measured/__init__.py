@@ -20,7 +20,17 @@ from mini_ee.lab.data.files import file_sha256, json_sha256, read_json, write_js
 from mini_ee.lab.errors import WrongArguments
 
 MADE = "measured"  # key of the JSON: part -> how it was measured
-MEASURED = ("onnx", "guarantees", "shards", "serving", "embeddings", "add-exits", "token-tasks", "alternatives")
+MEASURED = (
+    "onnx",
+    "guarantees",
+    "shards",
+    "serving",
+    "embeddings",
+    "add-exits",
+    "token-tasks",
+    "alternatives",
+    "language-model",
+)
 
 
 def make_page(

@@ -4,7 +4,6 @@ The JSON of a case is stored in work/cases as soon as it is measured, so an inte
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -12,7 +11,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ import numpy as np
 import torch
 
 from mini_ee.experiments.bench.common import load_transformers
+from mini_ee.experiments.measured.command import cost_of_command
 from mini_ee.experiments.measured.fine_tuning import MODELS, SEEDS, FineTuned, fine_tuned, minutes_of
 from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.data.files import read_json, write_json
@@ -57,28 +56,8 @@ def call(model: FineTuned, out: Path, count: int, seed: int, *options) -> dict:
     out.parent.mkdir(parents=True, exist_ok=True)
     texts = out.with_suffix(".jsonl")
     text_count = model.write_texts(texts, count)
-    command = ["add-exits", model.folder, "--text", texts, "--out", out, "--seed", seed, "--threads", 1, *options]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mini_ee", *map(str, command), "--json"], stdout=subprocess.DEVNULL
-    )
-    ended, peak = 0, 0
-    while not ended:
-        time.sleep(0.05)
-        peak = max(peak, peak_memory(process.pid))
-        ended, status, used = os.wait4(process.pid, os.WNOHANG)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, process.args)
-    minutes = round((used.ru_utime + used.ru_stime) / 60, 3)
-    return {"texts": text_count, "processor_minutes": minutes, "peak_mb": round(peak)}
-
-
-def peak_memory(pid: int) -> float:
-    """Megabytes of a process; 0 if it has ended. (Its resource usage would count this process, too: it was forked.)"""
-    with suppress(OSError):
-        if match := re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text()):
-            return int(match[1]) / 1024
-    return 0.0
+    command = "add-exits", model.folder, "--text", texts, "--out", out, "--seed", seed, "--threads", 1
+    return {"texts": text_count} | cost_of_command(*command, *options)
 
 
 def tested(model: FineTuned, out: Path) -> dict:

@@ -8,9 +8,10 @@ import pytest
 from conftest import BAD, GOOD, THINGS
 
 from mini_ee.experiments.measured import add_exits_guarantee, make_page
-from mini_ee.experiments.measured.add_exits_cases import peak_memory, stored
+from mini_ee.experiments.measured.add_exits_cases import stored
 from mini_ee.experiments.measured.add_exits_guarantee import summary
 from mini_ee.experiments.measured.add_exits_page import PARTS, models_rows
+from mini_ee.experiments.measured.command import peak_memory
 from mini_ee.experiments.measured.fine_tuning import FineTuned
 from mini_ee.experiments.pages import spread
 from mini_ee.lab.data.files import write_json
