@@ -3,6 +3,7 @@
 decoding  `mini-ee bench decode --model`: the exported graphs, drafts, transformers, and llama.cpp on the file of 4 bits
           from which the weights were made
 heads     `mini-ee train self-supervised` on a part of WikiText-2, where the heads are lenses with a gate
+rounding  the share of the predictions that stay those of torch when the trained run is exported in fewer bits
 rules     on the rest of WikiText-2: what rules save at each agreement of LEVELS, by the gate and by confidence; and the
           time of decoding with each of them, and with rules that read gates or heads and let no token exit
 """
@@ -14,7 +15,7 @@ from mini_ee.experiments.measured.add_exits_cases import stored
 from mini_ee.experiments.measured.command import answer_of_command, cost_of_command
 from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.calibration import POLICY, calibrate_conformal
-from mini_ee.lab.data.files import read_json
+from mini_ee.lab.data.files import read_json, write_bytes
 from mini_ee.lab.evaluation.token_evaluation import timed_decoding
 from mini_ee.lab.exits.token_exits import record_texts
 from mini_ee.lab.rules import Never, Policy, Threshold
@@ -47,6 +48,15 @@ def heads(sources: Sources, work: Path) -> dict:
     return {"heads": cost | {"tokens": metrics["tokens"], "agreement": agreement}}
 
 
+def rounding(sources: Sources, work: Path) -> dict:
+    """What `mini-ee export` finds after a few prompts, in 8 and in 4 bits."""
+    shares = {}
+    for precision in ("int8", "int4"):
+        export = partial(answer_of_command, "export", work / "heads", f"--{precision}", "--out", work / precision)
+        shares[precision] = stored(work, precision, partial(export, threads=1))["verified"]["prediction_agreement"]
+    return {"rounding": shares}
+
+
 def rules(sources: Sources, work: Path) -> dict:
     """Agreement, layers and seconds of decoding by rule. The first row is without exits."""
     run, (_, rest) = load_run(work / "heads"), _parts(sources, work)
@@ -70,11 +80,11 @@ def _parts(sources: Sources, work: Path) -> tuple[Path, Path]:
     text = (sources.find("data", TEXT) / "wiki.test.raw").read_text(encoding="utf-8")
     at, files = text.rindex("\n", 0, int(TRAINED * len(text))), (work / "train.txt", work / "rest.txt")
     for file, part in zip(files, (text[:at], text[at:])):
-        file.write_text(part, encoding="utf-8")
+        write_bytes(file, part.encode())
     return files
 
 
-PARTS = {"decoding": decoding, "heads": heads, "rules": rules}
+PARTS = {"decoding": decoding, "heads": heads, "rounding": rounding, "rules": rules}
 
 
 def page_figures(figures: dict) -> dict:
