@@ -36,7 +36,7 @@ from mini_ee.lab.evaluation.row_evaluation import (
 from mini_ee.lab.evaluation.savings_estimate import savings_at, suitability, threshold_at
 from mini_ee.lab.evaluation.token_evaluation import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
 from mini_ee.lab.exits.generation import Sampling
-from mini_ee.lab.exits.token_exits import record_texts
+from mini_ee.lab.exits.text_record import record_texts
 from mini_ee.lab.methods.consistent_hardness import hardness_in_training
 from mini_ee.lab.methods.lora_exits_streams import parallel, restart
 from mini_ee.lab.methods.raee_collect import untrained_rows

@@ -195,7 +195,8 @@ def _to_arrays(recorded: Record) -> tuple[dict[str, np.ndarray], dict]:
             raise ValueError("expected a record with labels")
         arrays["right"] = recorded.predictions == recorded.labels[:, None]
         arrays["predictions"] = recorded.predictions.astype(np.int8)
-    constants = {"exits": segments.exits, "layer_passes": layer_passes, "state_flops": state_flops}
+    decides = state_flops.get("exit_logit")  # no other measure of states is stored with its FLOPs
+    constants = {"exits": segments.exits, "layer_passes": layer_passes, "state_flops": decides}
     return arrays, constants
 
 
@@ -224,7 +225,8 @@ def _from_part(arrays: dict[str, np.ndarray], constants: dict) -> Record:
         if name.startswith("measures/")
     }
     flops, passes = arrays["flops"].astype(np.float64), constants["layer_passes"]
-    segments = Recorded(tuple(constants["exits"]), logits, flops, passes, measures, constants["state_flops"])
+    state_flops = constants["state_flops"] and {"exit_logit": constants["state_flops"]}
+    segments = Recorded(tuple(constants["exits"]), logits, flops, passes, measures, state_flops)
     return Record(segments, logits, arrays["full"], groups, labels)
 
 

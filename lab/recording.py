@@ -71,7 +71,8 @@ class Recorded(Segments):
 
     logits (N, K, C), or any C numbers that are wanted of the exit where a row stops. measures: what is not computed
     from the logits, by name, (N, K - 1) or (N, K): exit_logit, saturation, confidence measures, a prediction; and
-    token_cost (N, K, 2). flops (N, K, 2): of each segment and its head. layer_passes, state_flops (K,): as of Segments.
+    token_cost (N, K, 2). flops (N, K, 2): of each segment and its head. layer_passes (K,): as of Segments. state_flops:
+    those of measures, by name, (K,) each; without the measures with which a head is computed.
     """
 
     def __init__(
@@ -81,10 +82,10 @@ class Recorded(Segments):
         flops: np.ndarray,
         layer_passes: list[int],
         measures: dict[str, np.ndarray] | None = None,
-        state_flops: list[float] | None = None,
+        state_flops: dict[str, list[float]] | None = None,
     ):
         self.exits, self.logits, self.measures = exits, logits, measures or {}
-        self._flops, self._layer_passes, self._state_flops = flops, layer_passes, state_flops
+        self._flops, self._layer_passes, self._state_flops = flops, layer_passes, state_flops or {}
         self.tokens_exit = "token_cost" in self.measures
 
     def take(self, rows: np.ndarray) -> "Recorded":
@@ -102,14 +103,14 @@ class Recorded(Segments):
         layers = np.add.reduceat(self._flops[:, :, 0], starts, axis=1)
         flops = np.stack((layers, self._flops[:, columns, 1]), axis=2)
         passes = np.add.reduceat(self._layer_passes, starts).tolist()
-        state_flops = self._state_flops and [self._state_flops[k] for k in columns]
+        state_flops = {name: [of[k] for k in columns] for name, of in self._state_flops.items()}
         return Recorded(
             tuple(self.exits[k] for k in columns), self.logits[:, columns], flops, passes, measures, state_flops
         )
 
     @property
-    def costs(self) -> tuple[np.ndarray, list[int], list[float] | None]:
-        """flops (N, K, 2), layer_passes (K,) and state_flops (K,), as they were given."""
+    def costs(self) -> tuple[np.ndarray, list[int], dict[str, list[float]]]:
+        """flops (N, K, 2), layer_passes (K,) and state_flops, as they were given."""
         return self._flops, self._layer_passes, self._state_flops
 
     @property
@@ -151,6 +152,9 @@ class Recorded(Segments):
     def saturation(self, k: int, state: "RecordedRows") -> np.ndarray:
         return self._measure("saturation", k, state)
 
+    def short_list(self, k: int, state: "RecordedRows") -> np.ndarray:
+        return self._measure("short_list", k, state)
+
     def token_cost(self, k: int, state: "RecordedRows") -> np.ndarray:
         return self._measure("token_cost", k, state)
 
@@ -162,8 +166,8 @@ class Recorded(Segments):
             return getattr(super(), name)(k, state)
         return self.measures[name][state.rows, k]
 
-    def state_flops(self, k: int) -> float | None:
-        return None if self._state_flops is None else self._state_flops[k]
+    def state_flops(self, k: int, needs: str) -> float | None:
+        return self._state_flops[needs][k] if needs in self._state_flops else None
 
     def layer_passes(self, k: int) -> int:
         return self._layer_passes[k]
@@ -276,8 +280,8 @@ def record(
         name: np.concatenate([batch_measures[name] for batch_measures in measured])[back] for name in measured[0]
     }
     passes = [segments.layer_passes(k) for k in range(len(segments.exits))]
-    state_flops = [of for k in range(len(segments.exits)) if (of := segments.state_flops(k)) is not None] or None
-    recorded = Recorded(segments.exits, logits, flops, passes, measures, state_flops)
+    decides = [of for k in range(len(segments.exits)) if (of := segments.state_flops(k, "exit_logit")) is not None]
+    recorded = Recorded(segments.exits, logits, flops, passes, measures, {"exit_logit": decides} if decides else None)
     return Record(recorded, logits, np.concatenate(full)[back])
 
 

@@ -30,7 +30,7 @@ from mini_ee.lab.data.values import is_whole
 from mini_ee.lab.registry import RULES as METHOD_RULES
 from mini_ee.lab.token_tasks import WEAKEST
 
-STATE_MEASURES = {"saturation": (-1.0, 1.0), WEAKEST: (0.0, 1.0)}
+STATE_MEASURES = {"saturation": (-1.0, 1.0), "short_list": (0.0, 1.0), WEAKEST: (0.0, 1.0)}
 """Measures that an engine computes, by methods of these names: name -> (smallest, largest) useful threshold."""
 THRESHOLD_LIMITS = {measure: (least, most) for measure, (_, least, most) in OF_LOGITS.items()} | STATE_MEASURES
 """Every measure -> (smallest, largest) useful threshold."""
@@ -137,7 +137,8 @@ class Threshold(rules.Threshold, Rule):
 
     threshold: one number, or one for each exit (the last is unused); inf means never, -inf always.
     Sources: DeeBERT (entropy), Right-Tool and LoRAExit (max_probability), FastBERT (normalised_entropy), CALM
-    (breaking_ties, and saturation: the cosine of a decoder's state and its state at the exit before).
+    (breaking_ties, and saturation: the cosine of a decoder's state and its state at the exit before);
+    short_list: exits/lens.py.
     Raises ValueError for an unknown measure or a threshold outside its range.
     """
 

@@ -23,6 +23,10 @@ NO_POLICY = (
     "give a run of a method that trains policies, exported with such a rule if it is exported, or choose another rule"
 )
 
+NO_SHORT_LIST = (
+    "short_list is read by lenses, and this model has none; choose another measure, or train a decoder with --head lens"
+)
+
 NO_STATES = "{} is computed from hidden states, which this model does not provide; choose another measure"
 
 
@@ -96,6 +100,10 @@ class Segments:
         """(N,): the cosine of the state and the state at the exit before."""
         raise WrongArguments(NO_STATES.format("saturation"))
 
+    def short_list(self, k: int, state: Any) -> np.ndarray:
+        """(N,): breaking ties among the tokens of a lens's short list."""
+        raise WrongArguments(NO_SHORT_LIST)
+
     def counted(self, state: Any) -> np.ndarray:
         """(N, T) bool: the tokens that a token_task counts."""
         raise NotImplementedError
@@ -106,8 +114,8 @@ class Segments:
             raise WrongArguments("weakest_token is for models that label tokens, found one label of a text")
         return self.token_task.weakest(self.read(k, state), self.counted(state))
 
-    def state_flops(self, k: int) -> float | None:
-        """FLOPs of one row in these; None: the head is computed with them."""
+    def state_flops(self, k: int, needs: str) -> float | None:
+        """FLOPs of one row in the one that is called `needs`; None: the head is computed with it."""
         return None
 
     def token_cost(self, k: int, state: Any) -> np.ndarray:
@@ -168,10 +176,9 @@ class Cost:
             reached, exited = batch.exit_index >= k, batch.exit_index == k
             total += reached * advance if batch.token_cost is None else exited * batch.token_cost[:, 1]
             # A head that the rule reads is computed for every row that reaches it, else only for rows that stop there.
-            decides, of_state = batch.needs is not None and k < len(segments.exits) - 1, segments.state_flops(k)
-            if not decides:
+            if batch.needs is None or k == len(segments.exits) - 1:
                 total += exited * read
-            elif batch.needs == "logits" or of_state is None:
+            elif batch.needs == "logits" or (of_state := segments.state_flops(k, batch.needs)) is None:
                 total += reached * (read + decision)
             else:
                 total += exited * read + reached * (of_state + decision)

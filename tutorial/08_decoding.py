@@ -111,10 +111,12 @@ for name, several in texts.items():
 # **When the vocabulary is large**, no head that is a copy of the LM head can pay: to read it once costs as much as
 # several layers. `mini-ee train METHOD --head lens` puts a small linear map, a *lens*, before the model's own LM head
 # ([Belrose et al. 2023](https://arxiv.org/abs/2303.08112)). Least squares fit it in closed form, and Eq. 1 trains it on
-# stored states. A lens still needs the product with the vocabulary, so a *gate* decides first. It is a policy that
-# reads the state alone and learned whether the exit agrees with the full model. Each token then reads the vocabulary
-# once, where it exits. For models with a large vocabulary this is the default, and `mini-ee estimate DIR --text FILE`
-# shows beforehand what it can save.
+# stored states. A lens still needs the product with the vocabulary, so something cheaper decides first. A *gate* is a
+# policy that reads the state alone and learned whether the exit agrees with the full model. A *short list* has the most
+# frequent tokens, and the lens compares the two most likely of them ([Vincenti et al.
+# 2024](https://arxiv.org/abs/2410.18952)). Each token then reads the whole vocabulary once, where it exits. For models
+# with a large vocabulary lenses are the default, with whichever of the two needs fewer FLOPs, and `mini-ee estimate DIR
+# --text FILE` shows beforehand what a gate can save.
 #
 # **When the text must not change at all**, an exit *drafts* a few tokens, and the full model verifies them in one
 # pass. Tokens that it does not confirm are discarded. This is self-speculative decoding, as in LayerSkip ([Elhoushi et

@@ -37,7 +37,8 @@ from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.files import file_sha256
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.errors import WrongArguments
-from mini_ee.lab.exits.token_exits import TokenExits, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.recording import Record, Recorded
 from mini_ee.lab.registry import METHODS
 from mini_ee.lab.training.loop import Diverged

@@ -16,7 +16,8 @@ from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.metrics import rouge_l
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits.decoding import MISSING_KV, Generated, gather
-from mini_ee.lab.exits.token_exits import TokenExits, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.rules import Fixed, Never, Rule
 
 TIMED_TEXTS, ROUNDS = 4, 3

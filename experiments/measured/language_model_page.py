@@ -17,7 +17,7 @@ from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.calibration import POLICY, calibrate_conformal
 from mini_ee.lab.data.files import read_json, write_bytes
 from mini_ee.lab.evaluation.token_evaluation import timed_decoding
-from mini_ee.lab.exits.token_exits import record_texts
+from mini_ee.lab.exits.text_record import record_texts
 from mini_ee.lab.rules import Never, Policy, Threshold
 from mini_ee.lab.training.run_folder import load_run
 from mini_ee.lab.training.train_settings import TextOptions

@@ -46,7 +46,7 @@ from mini_ee.lab.exits.decoding import gather
 from mini_ee.lab.exits.generation import generate
 from mini_ee.lab.exits.lossless import generate_lossless
 from mini_ee.lab.exits.row_exits import RowExits
-from mini_ee.lab.exits.token_exits import record_texts
+from mini_ee.lab.exits.text_record import record_texts
 from mini_ee.lab.export.row_segments import OrtModel
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import share_threads

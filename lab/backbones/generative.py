@@ -129,11 +129,15 @@ class GenerativeBackbone(Backbone):
             return {"weight": "embeddings.weight"}
         return {name: f"lm_head.{name}" for name, _ in self.lm_head.named_parameters()}
 
-    def lm_logits(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
-        parameters = (self.get_parameter(name) for name in self.vocabulary.values())
-        return F.linear(
-            self.norm(hidden), *(parameter if words is None else parameter[words] for parameter in parameters)
-        ).float()
+    def lm_rows(self, words: Tensor | None = None) -> list[Tensor]:
+        """The linear map of the LM head: weight, and bias if there is one. words (C,) int64: only their rows."""
+        parameters = [self.get_parameter(name) for name in self.vocabulary.values()]
+        return parameters if words is None else [parameter[words] for parameter in parameters]
+
+    def lm_logits(self, hidden: Tensor, words: Tensor | None = None, rows: Sequence[Tensor] = ()) -> Tensor:
+        """As `Backbone.lm_logits`. rows: `lm_rows` of the words, if they are read more than once."""
+        rows = rows or self.lm_rows(words)
+        return F.linear(self.norm(hidden), *rows).float()
 
     def without_heads(self) -> Self:
         self.lm_head = self.norm = None

@@ -157,7 +157,7 @@ def svm_of_texts(model: Any, source: Any, held_out: Any) -> Chosen:
 
     The arguments are a TokenExits, a Source and a TextData, whose modules need torch.
     """
-    from mini_ee.lab.exits.token_exits import record_texts
+    from mini_ee.lab.exits.text_record import record_texts
 
     recorded = record_texts(model, held_out.texts, last=False)
     classifiers = {label: svm(recorded, right) for label, right in right_of(recorded).items()}

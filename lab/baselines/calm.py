@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from mini_ee.lab.data.metrics import rouge_l
-from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TextData, TokenExits
 from mini_ee.lab.rules import Never, Policy, Rule, Threshold
 from mini_ee.lab.statistics import chernoff
 from mini_ee.lab.training.default_rule import Chosen, passing, sweep

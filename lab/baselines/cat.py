@@ -235,9 +235,9 @@ class CatSegments(RowSegments):
             return super().exit_logit(k, RowState(state.hidden, state.context))
         return self.model.decide(k, state.inner, state.logits, state.before).float().numpy(force=True)
 
-    def state_flops(self, k: int) -> float:
+    def state_flops(self, k: int, needs: str) -> float:
         head = self.model.heads[k].flops(tokens=0)
-        return self.model.policy.flops + head if super().state_flops(k) else 0.0
+        return self.model.policy.flops + head if super().state_flops(k, needs) else 0.0
 
 
 # ---- Training ----

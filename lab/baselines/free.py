@@ -50,7 +50,8 @@ from mini_ee.lab.data.settings import Settings, option
 from mini_ee.lab.exits.decoding import Generated, TokenState, decode, gather
 from mini_ee.lab.exits.generation import TokenSegments
 from mini_ee.lab.exits.row_exits import RowExits
-from mini_ee.lab.exits.token_exits import SharedExits, TextData, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import SharedExits, TextData
 from mini_ee.lab.recording import Record
 from mini_ee.lab.rules import Rule, Threshold, confidence
 from mini_ee.lab.training.default_rule import Chosen, passing, sweep

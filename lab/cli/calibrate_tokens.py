@@ -40,7 +40,7 @@ def calibrate(opened, args: Namespace, say: Callable[[str], None]) -> dict:
 
 def _texts(opened, args: Namespace):
     """Texts that the decoder generates, or those of a file."""
-    from mini_ee.lab.exits.token_exits import record_texts
+    from mini_ee.lab.exits.text_record import record_texts
     from mini_ee.lab.training.train_settings import TextOptions
     from mini_ee.lab.training.training_text import Source, texts_to_calibrate
 

@@ -68,7 +68,7 @@ def _over_epsilon(opened, args: Namespace, say: Callable[[str], None]) -> dict:
     from mini_ee.lab.evaluation.plots import draw_decoder
     from mini_ee.lab.evaluation.tables import epsilon_table
     from mini_ee.lab.evaluation.token_evaluation import held_text, sweep
-    from mini_ee.lab.exits.token_exits import record_texts
+    from mini_ee.lab.exits.text_record import record_texts
 
     if len(opened.exits) == 1:
         raise WrongArguments(f"{args.run}: a decoder without exits has no epsilon; give a run with exits")

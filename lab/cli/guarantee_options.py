@@ -20,7 +20,7 @@ def add_guarantee(group: _ArgumentGroup) -> None:
         default="exits",
         help="guarantee: agreement at each exit (exits), or of the final predictions, with one threshold (conformal)",
     )
-    group.add_argument("--measure", choices=(*MEASURES, "exit_logit"), help=MEASURE)
+    group.add_argument("--measure", choices=(*MEASURES, "exit_logit", "short_list"), help=MEASURE)
     group.add_argument(
         "--sets", type=positive, metavar="N", help="number of random calibration sets on which the guarantee is checked"
     )
@@ -85,16 +85,22 @@ def calibrated(args: Namespace, opened, recorded) -> tuple:
         raise WrongArguments(
             f"{args.run}: --measure {POLICY} needs a policy, and this run has none; choose another --measure"
         )
+    if args.measure == "short_list" and args.measure not in recorded.segments.measures:
+        raise WrongArguments(
+            f"{args.run}: --measure short_list is read by lenses, and of an export only if its rule reads it; choose "
+            "another --measure, or train a decoder with --head lens"
+        )
     if args.measure and opened.token_task is not None:
         raise WrongArguments(
             f"--measure {args.measure} is of one label of a text; {args.run} labels tokens: leave it out"
         )
-    measure = args.measure or getattr(opened.rule, "measure", opened.default_measure)
+    of_rule = getattr(opened.rule, "measure", None)
     if args.guarantee == "exits":
+        measure = args.measure or of_rule or opened.default_measure
         rule, answer = calibrate_record(recorded, args.epsilon, args.delta, measure, args.seed, args.sets or 0)
         guaranteed = () if args.delta is None else ("epsilon", "delta", "measure")
         return rule, answer, {name: answer[name] for name in guaranteed} or None
-    measure = args.measure or (POLICY if has_policy else measure)
+    measure = args.measure or of_rule or (POLICY if has_policy else opened.default_measure)
     rule, answer = calibrate_conformal(recorded, args.epsilon, measure, args.seed, args.sets or 0)
     return rule, answer, {name: answer[name] for name in ("guarantee", "epsilon", "measure")}
 

@@ -35,7 +35,8 @@ from mini_ee.lab.evaluation.token_evaluation import (
 )
 from mini_ee.lab.exits.decoding import Generated
 from mini_ee.lab.exits.generation import Sampling
-from mini_ee.lab.exits.token_exits import TokenExits, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.recording import Record, exit_scores, plan_rows, record, summary
 from mini_ee.lab.registry import METHODS
 from mini_ee.lab.rules import Never, Rule, rule_from_dict

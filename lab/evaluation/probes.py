@@ -34,7 +34,8 @@ from mini_ee.lab.exits.generation import token_weights
 from mini_ee.lab.exits.heads import pooled
 from mini_ee.lab.exits.lens import fit_in_closed_form, reads_much
 from mini_ee.lab.exits.row_exits import STATES_BATCH
-from mini_ee.lab.exits.token_exits import TEXTS_BATCH, SharedExits, TextData, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TEXTS_BATCH, SharedExits, TextData
 from mini_ee.lab.training.policies import agreement
 from mini_ee.lab.training.training_text import Source, check_reads_on, texts_to_calibrate
 
@@ -68,7 +69,7 @@ class ProbeResult(NamedTuple):
 class Lens(nn.Module):
     """A decoder whose own norm and head are applied after every layer, in the form that record_texts takes."""
 
-    policy, own_layers = None, False
+    policy, own_layers, head = None, False, "own"
 
     def __init__(self, backbone: Backbone):
         super().__init__()

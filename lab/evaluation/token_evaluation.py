@@ -23,7 +23,8 @@ from mini_ee.lab.data.multiple_choice import Benchmark, QuestionRequests, make_r
 from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.exits.decoding import MISSING_KV, Generated
 from mini_ee.lab.exits.generation import generated_texts
-from mini_ee.lab.exits.token_exits import TEXTS_BATCH, TokenExits, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TEXTS_BATCH, TokenExits
 from mini_ee.lab.recording import Record
 from mini_ee.lab.rules import Never, Rule, Threshold
 from mini_ee.lab.training.run_folder import Run

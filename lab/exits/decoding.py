@@ -167,6 +167,7 @@ class DecoderSegments(Segments):
 
     weights: Weights
     own_layers = False  # whether each exit before the last has a layer of its own
+    short_flops = 0.0  # of one short_list
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> Tokens:
         """The prompts as the inputs of the first step."""
@@ -199,8 +200,8 @@ class DecoderSegments(Segments):
         head = 2.0 * (self.weights.head + products) if own_layer else 2.0 * self.weights.head
         return self.layer_passes(k) * 2.0 * products, head
 
-    def state_flops(self, k: int) -> float:
-        return 0.0
+    def state_flops(self, k: int, needs: str) -> float:
+        return self.short_flops if needs == "short_list" else 0.0
 
 
 class CachedSegments(DecoderSegments):

@@ -38,9 +38,11 @@ from mini_ee.lab.exits.decoding import (
     decode,
     gather,
 )
+from mini_ee.lab.exits.lens import LensHead
 from mini_ee.lab.exits.row_exits import check_exits
 from mini_ee.lab.rules import Never, Rule
 from mini_ee.lab.segments import check_finite
+from mini_ee.rules import breaking_ties
 
 SMALLEST = 1e-6  # least number by which logits may be divided
 
@@ -226,6 +228,8 @@ class TokenSegments(CachedSegments):
         weight = decoder.embeddings.weight
         self.pending_states = weight.new_zeros(num_rows, capacity + 1 if heads else 0, weight.shape[1])
         self.weights = token_weights(decoder)
+        self._likely_rows: list[Tensor] = []  # of all lenses, once they were read
+        self.short_flops = heads[0].short_flops if heads and isinstance(heads[0], LensHead) else 0.0
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> Tokens:
         self.decoder.read_prompts(prompts, self.cache)
@@ -271,6 +275,12 @@ class TokenSegments(CachedSegments):
         if not self.policies:
             return super().exit_logit(k, state)
         return self.policies[k](state.hidden[:, -1]).float().numpy(force=True)
+
+    def short_list(self, k: int, state: TokenState) -> np.ndarray:
+        if not isinstance(self.heads[k], LensHead):
+            return super().short_list(k, state)
+        self._likely_rows = self._likely_rows or self.heads[k].likely_rows()
+        return breaking_ties(self.heads[k].short_logits(state.hidden[:, -1], self._likely_rows).numpy(force=True))
 
     def saturation(self, k: int, state: TokenState) -> np.ndarray:
         cosine = torch.cosine_similarity(state.hidden[:, -1].float(), state.before[:, -1].float())

@@ -7,9 +7,14 @@ D x D of its own. To read it still takes the product with the vocabulary, so a g
 small network of the normed state and learns whether the exit agrees with the last one (training/policies.py). By the
 rule Policy the vocabulary is then read once, at the exit where the token stops.
 
+Confidence does not need the whole vocabulary either (Vincenti et al. 2024, arXiv:2410.18952, who take the tokens that
+are likely at the first exit). The measure `short_list` is breaking ties among the tokens that were most frequent in
+training; a token that stops reads the whole vocabulary then.
+
     x_k = norm(h_k)          the state after layer k, divided by its root mean square
     logits_k = W norm_f(M_k x_k)          W, norm_f: the model's LM head and its final norm; M_k (D, D) is learned
     closed form              M_k = argmin sum |M_k x_k - x_L|^2 + RIDGE N |M_k|^2, over N tokens
+    short_list_k             the difference of the two largest of softmax(logits_k of the LIKELY tokens)
 """
 
 from collections.abc import Iterable
@@ -17,14 +22,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from mini_ee.lab.backbones.backbone import Backbone
+from mini_ee.lab.backbones.generative import GenerativeBackbone
 
 RIDGE = 0.01  # on states of mean square 1; from .001 to .1 the agreement of SmolLM2's layers is the same within .01
 EPS = 1e-6  # of the norm
+LIKELY = 512  # tokens of the short list; with 256 to 2,048 SmolLM2 needs nearly the same FLOPs
 LARGE = 2  # layers; a vocabulary is large if to read it costs as much as so many
 
 
-def reads_much(decoder: Backbone) -> bool:
+def reads_much(decoder: GenerativeBackbone) -> bool:
     """Whether to read the LM head costs a decoder as much as LARGE layers: then copies of it save no time."""
     return decoder.config.hidden_size * decoder.config.vocab_size >= LARGE * decoder.token_weights
 
@@ -35,7 +41,7 @@ class LensHead(nn.Module):
     Before it is fitted the map is the identity. Raises ValueError if the decoder has no LM head.
     """
 
-    def __init__(self, decoder: Backbone):
+    def __init__(self, decoder: GenerativeBackbone):
         super().__init__()
         if not decoder.has_lm_head:
             raise decoder.no_lm_head()
@@ -45,6 +51,8 @@ class LensHead(nn.Module):
         self.map = nn.Linear(width, width, bias=False, device=weight.device, dtype=weight.dtype)
         nn.init.eye_(self.map.weight)
         self.requires_grad_()
+        # 1 for the tokens of the short list, 0 for others: no format rounds these, as it would their numbers.
+        self.register_buffer("likely", weight.new_ones(len(weight)))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden (..., D) -> logits (..., V) float32."""
@@ -53,6 +61,27 @@ class LensHead(nn.Module):
     def mapped(self, hidden: Tensor) -> Tensor:
         """What the model's own LM head reads, (..., D)."""
         return self.map(self.norm(hidden))
+
+    @torch.no_grad()
+    def shorten(self, tokens: Tensor) -> None:
+        """Let the most frequent of these tokens be the short list. tokens (N,) int64."""
+        counts = torch.bincount(tokens, minlength=len(self.likely)).to(self.likely)
+        listed = counts.sort(descending=True, stable=True).indices[:LIKELY]
+        self.likely.zero_()[listed] = 1
+
+    def likely_rows(self) -> list[Tensor]:
+        """The rows of the LM head that are the short list's."""
+        return self.decoder.lm_rows(self.likely.nonzero()[:, 0])
+
+    def short_logits(self, hidden: Tensor, rows: list[Tensor]) -> Tensor:
+        """hidden (..., D) -> the logits (..., LIKELY) float32 of the short list alone. rows: `likely_rows`."""
+        return self.decoder.lm_logits(self.mapped(hidden), rows=rows)
+
+    @property
+    def short_flops(self) -> float:
+        """FLOPs of `short_logits` of one state: a map (D, D), and as many rows of the LM head."""
+        width = self.map.in_features
+        return 2.0 * width * (width + float(self.likely.sum()))
 
 
 @torch.no_grad()

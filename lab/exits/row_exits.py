@@ -247,7 +247,7 @@ class RowSegments(Segments):
         layers += 0.0 if k else self.model.backbone.start_flops(tokens)
         return layers, self.model.heads[k].flops(tokens)
 
-    def state_flops(self, k: int) -> float | None:
+    def state_flops(self, k: int, needs: str) -> float | None:
         if self.token_task is not None:  # the rule reads the logits
             return None
         return self.model.policy.flops if self.has_policy and k < len(self.exits) - 1 else 0.0

@@ -4,7 +4,6 @@ TokenExits      a frozen decoder with a vocabulary head after each exit before t
                 methods add adapters of query and value in all layers, or a policy
 SharedExits     a decoder that is trained, and whose own LM head is used at every exit
 TextData        texts as training data; a unit is a token that counts
-record_texts    the outputs of every exit at every token that counts, so that any rule can be replayed
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,18 +17,16 @@ from torch import Tensor, nn
 from mini_ee.lab.backbones.generative import GenerativeBackbone
 from mini_ee.lab.backbones.layers import StackedLinear
 from mini_ee.lab.backbones.lora import check_lora
-from mini_ee.lab.confidence import MEASURES
 from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.progress import tqdm
 from mini_ee.lab.exits.decoding import Generated, Step, gather
-from mini_ee.lab.exits.generation import TokenSegments, generate, token_weights
+from mini_ee.lab.exits.generation import TokenSegments, generate
 from mini_ee.lab.exits.heads import OwnHead, VocabularyHead, load_vocabulary_head
 from mini_ee.lab.exits.lens import EPS, fit_in_closed_form
 from mini_ee.lab.exits.lossless import DRAFT, generate_lossless
 from mini_ee.lab.exits.policy_networks import PolicyNetworks
 from mini_ee.lab.exits.row_exits import ExitModel, Fork, RunLayers, States, check_exits
 from mini_ee.lab.exits.state_store import Allocate, in_memory
-from mini_ee.lab.recording import Record, Recorded
 from mini_ee.lab.rules import Never, Rule
 from mini_ee.lora_exits import LowRank
 
@@ -110,11 +107,14 @@ class TokenExits(ExitModel):
             self.policy = PolicyNetworks(self.backbone.config.hidden_size, self.exits).to(self.backbone.device)
 
     def begin(self, train: "TextData") -> None:
-        """Fit lenses in closed form, before they are trained."""
+        """Fit lenses in closed form, before they are trained, and choose their short list."""
         if self.head == "lens":
             self.eval()
             tokens = train if train.known else train.first(CLOSED_FORM_TOKENS)
             fit_in_closed_form(self.heads, (states for states, _ in tokens.state_batches(self)))
+            followed = torch.tensor([token for text in train.texts for token in text.ids[text.start + 1 :]])
+            for head in self.heads:
+                head.shorten(followed.to(head.likely.device))
 
     @property
     def num_labels(self) -> int:
@@ -343,108 +343,3 @@ def token_states(states: Tensor, labels: Tensor) -> States:
 
 def _in_turn(count: int, size: int) -> list[np.ndarray]:
     return np.array_split(np.arange(count), -(-count // size))
-
-
-# ---- Recorded texts ----
-
-
-@torch.inference_mode()
-def record_texts(
-    model: TokenExits,
-    texts: Sequence[Text],
-    batch_size: int = TEXTS_BATCH,
-    progress: str = "reading",
-    last: bool = True,
-) -> Record:
-    """Record every exit at the tokens of each text from its `start` on; a text is a group.
-
-    Each token attends to all layers of the tokens before it, as in a prompt, and as in decoding with missing_kv
-    "recompute". Instead of V logits, the record has two numbers (N, K, 2): ln p of the next token (nan if there is
-    none), and 1 if that token is the most likely one. Its measures contain all that a rule can read. Tokens are in the
-    order of the texts. last: whether the last token of a text, which has no next token, is recorded.
-    """
-    device, parts = next(model.parameters()).device, []
-    order = sorted(range(len(texts)), key=lambda row: len(texts[row].ids))
-    for begin in tqdm(range(0, len(order), batch_size), desc=progress, unit="batch", delay=2):
-        rows = order[begin : begin + batch_size]
-        # Options of a question may differ only in the token that is not read, such as MMLU's letters. Equal texts run
-        # through the model once: `which` has the index, among the unique texts, of each text of the batch.
-        inputs_of = [(tuple(texts[row].ids if last else texts[row].ids[:-1]), texts[row].start) for row in rows]
-        unique = {pair: at for at, pair in enumerate(dict.fromkeys(inputs_of))}
-        which = torch.tensor([unique[pair] for pair in inputs_of], device=device)
-        ids = nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens, _ in unique], batch_first=True).to(device)
-        at = torch.arange(ids.shape[1])[None]
-        lengths, starts = (
-            torch.tensor(numbers)[:, None] for numbers in zip(*((len(tokens), s) for tokens, s in unique))
-        )
-        inputs, counted = model.backbone.read_texts(ids, ((at >= starts) & (at < lengths)).to(device))
-        counted = counted[which]
-        # The tokens after the counted ones: text by text, as boolean indexing with `counted` orders them.
-        end = (NO_LABEL,) if last else ()
-        following = [token for row in rows for token in (*texts[row].ids[texts[row].start + 1 :], *end)]
-        part = _read_exits(model, inputs, (which, counted), torch.tensor(following, device=device))
-        part["groups"] = np.repeat(rows, counted.sum(1).numpy(force=True))
-        part["position"] = counted.nonzero()[:, 1].numpy(force=True)
-        parts.append(part)
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    # Batches hold the texts by length; a stable sort by text brings back their order, and keeps the order of tokens.
-    back = np.argsort(columns["groups"], kind="stable")
-    columns = {name: values[back] for name, values in columns.items()}
-    groups, position, answers = (columns.pop(name) for name in ("groups", "position", "answers"))
-    passes = np.diff(model.exits, prepend=0).tolist()
-    layer, attention, head = token_weights(model.backbone)
-    layers = 2.0 * (layer + 2 * attention * (position + 1))  # a token attends to position + 1 tokens
-    of_heads = 2.0 * head + np.outer(layers, [*[model.own_layers] * (len(passes) - 1), False])
-    flops = np.stack([np.outer(layers, passes), of_heads], axis=2)
-    decides = None if model.policy is None else [*[model.policy.flops] * (len(passes) - 1), 0.0]
-    recorded = Recorded(model.exits, answers, flops, passes, columns, decides)
-    return Record(recorded, answers, flops[:, :, 0].sum(1) + 2.0 * head, groups)
-
-
-def _read_exits(
-    model: TokenExits, inputs: Any, places: tuple[Tensor, Tensor], following: Tensor
-) -> dict[str, np.ndarray]:
-    """The columns of a record for the N tokens that count: (N, K, 2), (N, K) or (N, K - 1).
-
-    Only the logits of one exit at a time are in memory. inputs: from the backbone's read_texts. places: the index of
-    each text in the inputs, (B,), and which of its tokens count, (B, T) bool. following (N,): the next tokens.
-    """
-    which, counted = places
-    context, hidden = model.backbone.context(inputs), model.backbone.embed(inputs)
-    before, columns = hidden[which][counted], dict[str, list[np.ndarray]]()
-    for k, (start, stop) in enumerate(zip((0, *model.exits), model.exits)):
-        hidden = model.backbone.run_layers(hidden, context, start, stop)
-        state = hidden[which][counted]
-        log_p = model.classify(k, model.head_input(k, hidden, context)[which][counted]).log_softmax(-1)
-        prediction = log_p.argmax(-1)
-        # gather needs a valid index for NO_LABEL too; the mask replaces what it finds there.
-        of_next = log_p.gather(-1, following.clamp(min=0)[:, None])[:, 0].masked_fill(following < 0, torch.nan)
-        of_exit = {
-            "answers": torch.stack((of_next, (prediction == following).float()), dim=1),
-            "prediction": prediction,
-        }
-        if k < len(model.exits) - 1:
-            of_exit |= _measures(log_p)
-            cosine = torch.cosine_similarity(before.float(), state.float())
-            of_exit["saturation"] = cosine.clamp(-1, 1)  # rounding may leave the range
-            if model.policy is not None:
-                of_exit["exit_logit"] = model.policies[k](state).float()
-        before = state
-        for name, values in of_exit.items():
-            columns.setdefault(name, []).append(values.numpy(force=True))
-    return {name: np.stack(values, axis=1) for name, values in columns.items()}
-
-
-def _measures(log_p: Tensor) -> dict[str, Tensor]:
-    """confidence.MEASURES of ln p (N, V), on the model's device: (N,) each."""
-    first, second = log_p.topk(2).values.unbind(-1)
-    # -inf is replaced by the least finite number, because 0 x -inf is NaN.
-    entropy = (log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
-    measures = {
-        "max_probability": first.exp(),
-        "entropy": entropy,
-        "normalised_entropy": (entropy / np.log(log_p.shape[-1])).clamp(min=-1),
-        "breaking_ties": first.exp() - second.exp(),
-        "breaking_ties_logits": first - second,
-    }
-    return {name: measures[name] for name in MEASURES}

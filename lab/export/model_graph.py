@@ -13,7 +13,7 @@
     start_logits, end_logits        (B, T) instead of label, if a span of tokens answers a question
     last_hidden_state (B, T, d)     of a sentence encoder: the embedding of a text at each of its tokens, which clients
                                     that pool tokens in any way therefore get
-    exit_logit (B,)                 if a policy decides
+    exit_logit (B,)                 if a policy decides; short_list (B,) if that measure of lenses does
     spent (B, 2)                    if tokens exit within a row: the token_cost of Segments
     keys_0_out, values_0_out, ...   for tokens, instead of a label; layers that a token did not run get the keys and
                                     values that `copy_state` computes
@@ -38,7 +38,7 @@ import numpy as np
 from mini_ee.lab.confidence import weakest_label
 from mini_ee.lab.export.manifest import output_of
 from mini_ee.lab.export.token_graphs import output_caches
-from mini_ee.lab.export.token_segments import cache_names
+from mini_ee.lab.export.token_segments import OF_STATES, cache_names
 from mini_ee.lab.export.tracing import ArrayValue
 from mini_ee.lab.row_thresholds import THRESHOLD
 from mini_ee.lab.rule_inputs import runtime_inputs, runtime_values, with_runtime
@@ -66,8 +66,8 @@ class _ModelGraph:
         self.decides = self.last > 0 and rule.needs is not None and not rule.plans_from_texts
         self.compared = compared and self.decides
         self.extra = [f"compared_{name}" for name in runtime_inputs(rule)] if self.compared else []
-        if self.decides and rule.needs == "exit_logit" and not compared:
-            self.extra = ["exit_logit"]
+        if self.decides and rule.needs in OF_STATES and not compared:
+            self.extra = [rule.needs]
         self.classes = segments.model.backbone.config.vocab_size if self.tokens else segments.model.num_labels
         self.token_task = segments.token_task
         self.axes = (self.classes,) if self.token_task is None else ("tokens", self.classes)  # of a row's logits

@@ -119,7 +119,7 @@ class OrtModel(OrtRows):
         inputs = state.inputs.take(state.rows)
         return self.token_task.counted(inputs.input_ids, inputs.attention_mask)
 
-    def state_flops(self, k: int) -> float | None:
+    def state_flops(self, k: int, needs: str) -> float | None:
         return None if self.token_task else self._manifest["state_flops"][k]  # a rule about tokens reads the logits
 
     def whole(self) -> "WholeModel":

@@ -16,6 +16,7 @@ from torch import Tensor
 from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.export.decoder_blocks import GraphBlock, MemoryBlock
 from mini_ee.lab.segments import Segments
+from mini_ee.rules import breaking_ties
 
 
 class GraphTokens(NamedTuple):
@@ -55,6 +56,8 @@ class TokenGraphs(Segments):
         }
         if model.own_layers:
             self.metadata["own_layers"] = True
+        if self.shares_head and len(self.exits) > 1:
+            self.metadata["short_list"] = model.heads[0].likely.nonzero()[:, 0].tolist()
 
     # ---- One graph ----
     def start(self, inputs) -> GraphTokens:
@@ -89,8 +92,14 @@ class TokenGraphs(Segments):
     def saturation(self, k: int, state: GraphTokens) -> np.ndarray:
         return torch.cosine_similarity(state.before[:, -1].float(), state.newest.float()).clamp(-1, 1).numpy()
 
-    def state_flops(self, k: int) -> float:
-        return 0.0
+    def short_list(self, k: int, state: GraphTokens) -> np.ndarray:
+        return self._short_list(k, state.newest)
+
+    def _short_list(self, k: int, state: Tensor) -> np.ndarray:
+        if not self.shares_head:
+            return super().short_list(k, state)
+        head = self.model.heads[k]
+        return breaking_ties(head.short_logits(state, head.likely_rows()).numpy())
 
     def keep_in_graph(self, state: GraphTokens, rows: Tensor, exits: Tensor) -> GraphTokens:
         """The tokens of these rows. The others exit here, where `exits` (N,) is true.
@@ -136,6 +145,8 @@ class TokenGraphs(Segments):
                 made[f"fill_{layer}"] = partial(self._graph_fill, k)
             if self.model.policy is not None and k < len(self.exits) - 1:
                 made[f"policy_{layer}"] = partial(self._graph_policy, k)
+            if self.shares_head and k < len(self.exits) - 1:
+                made[f"short_list_{layer}"] = partial(self._graph_short_list, k)
         return made
 
     def _graph_segment(self, k: int, g) -> None:
@@ -187,6 +198,12 @@ class TokenGraphs(Segments):
         with g.tracing():
             exit_logit = self.model.policies[k](self._state(g)).float()
         g.output("exit_logit", exit_logit.name, "batch", dtype=np.float32)
+
+    def _graph_short_list(self, k: int, g) -> None:
+        """hidden (B, D) -> short_list (B,)."""
+        with g.tracing():
+            confidence = self._short_list(k, self._state(g))
+        g.output("short_list", confidence.name, "batch", dtype=np.float32)
 
     def _state(self, g) -> Tensor:
         width = self.model.backbone.config.hidden_size

@@ -24,7 +24,7 @@ def record_tokens(runtime: TokenRuntime, texts: Sequence[Text], batch_size: int)
         model, rows = runtime.one_graph(*ids.shape), list(range(len(ids)))
         for at, tokens in enumerate(ids.T):
             inputs = Tokens(tokens[:, None].tolist(), rows, [[at]] * len(rows))
-            columns = [_measured(*model.read_at(k, inputs)) for k in range(len(runtime.exits))]
+            columns = [_measured(**model.read_at(k, inputs)) for k in range(len(runtime.exits))]
             part = {name: np.stack([column[name] for column in columns], axis=1) for name in columns[0]}
             costs = (np.broadcast_arrays(*model.flops(k, inputs)) for k in range(len(columns)))
             part["flops"] = np.stack([np.stack(pair, axis=1) for pair in costs], axis=1)
@@ -39,7 +39,6 @@ def record_tokens(runtime: TokenRuntime, texts: Sequence[Text], batch_size: int)
     return Record(recorded, recorded.logits, flops[:, :, 0].sum(1) + flops[:, -1, 1], groups)
 
 
-def _measured(logits: np.ndarray, exit_logit: np.ndarray | None) -> dict[str, np.ndarray]:
+def _measured(logits: np.ndarray, **of_state: np.ndarray) -> dict[str, np.ndarray]:
     """The columns of one exit, (B,) each."""
-    decided = {} if exit_logit is None else {"exit_logit": exit_logit}
-    return {"prediction": logits.argmax(-1)} | {name: of(logits) for name, of in MEASURES.items()} | decided
+    return {"prediction": logits.argmax(-1)} | {name: of(logits) for name, of in MEASURES.items()} | of_state

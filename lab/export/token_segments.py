@@ -23,6 +23,8 @@ from mini_ee.lab.export.sessions import CPU, HIDDEN, GraphRule, Session
 from mini_ee.lab.rules import Rule
 from mini_ee.lab.segments import BatchResult
 
+OF_STATES = ("exit_logit", "short_list")  # outputs of model.onnx, if its rule reads them in place of logits
+
 
 class Prompts:
     """memory.onnx, and the token with which the decoder starts."""
@@ -81,6 +83,7 @@ class OrtTokenModel(OrtTokens):
         self.prompts, self._memory = prompts, {}
         self.exits, self.weights = tuple(manifest["exits"]), Weights(**manifest["weights"])
         self.own_layers = manifest.get("own_layers", False)
+        self.short_flops = short_flops(manifest)
         self._session, self._graph_rule, self._vocabulary = session, graph_rule, manifest["vocab_size"]
         self._caches, self._bound = new_caches(manifest, session.provider, num_rows, capacity), {}
 
@@ -99,13 +102,14 @@ class OrtTokenModel(OrtTokens):
         outputs = self._run(inputs.ids, inputs.rows, inputs.positions, feeds)
         return BatchResult(outputs["logits"].copy(), *self._graph_rule.exits_of(rule, plan, outputs["layers"]))
 
-    def read_at(self, k: int, inputs: Tokens) -> tuple[np.ndarray, np.ndarray | None]:
-        """The logits (B, V) of exit k, and its exit_logit (B,) if the rule of the graph is a policy."""
+    def read_at(self, k: int, inputs: Tokens) -> dict[str, np.ndarray]:
+        """The logits (B, V) of exit k, and what the rule of the graph reads in place of them, (B,)."""
         outputs = self._run(inputs.ids, inputs.rows, inputs.positions, {"exit_at": np.array([k])})
-        return outputs["logits"].copy(), outputs["exit_logit"].copy() if "exit_logit" in outputs else None
+        return {name: values.copy() for name, values in outputs.items() if name != "layers"}
 
     def _run(self, ids, rows, positions, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Logits (B, V), layers (B,) and, of a policy, exit_logit (B,). The next call overwrites them."""
+        """Logits (B, V), layers (B,), and exit_logit or short_list (B,) if the rule reads it. The next call overwrites
+        them."""
         inputs = {"input_ids": np.array(ids, np.int64), "positions": np.array(positions, np.int64)}
         inputs |= {"rows": np.array(rows, np.int64)} | self._graph_rule.defaults | feeds
         shapes = tuple((name, value.shape) for name, value in inputs.items())
@@ -125,13 +129,18 @@ class OrtTokenModel(OrtTokens):
             binding.bind_cpu_input(name, value)
         rows = len(buffers["rows"])
         outputs = {"logits": np.empty((rows, self._vocabulary), np.float32), "layers": np.empty(rows, np.int64)}
-        if "exit_logit" in self._session.widths:
-            outputs["exit_logit"] = np.empty(rows, np.float32)
+        outputs |= {name: np.empty(rows, np.float32) for name in OF_STATES if name in self._session.widths}
         for name, value in outputs.items():
             binding.bind_output(name, "cpu", 0, value.dtype, value.shape, value.ctypes.data)
         bind_caches(binding, self._caches)
         bind_inputs(binding, self._memory)
         return binding, buffers, outputs
+
+
+def short_flops(manifest: dict) -> float:
+    """FLOPs of one short_list: a map (D, D), and as many rows of the LM head."""
+    width = manifest["width"]
+    return 2.0 * width * (width + len(manifest.get("short_list", ())))
 
 
 def cache_names(exits: Sequence[int], own_layers: bool) -> list[str]:
@@ -179,6 +188,7 @@ class Sessions(NamedTuple):
     fills: list[Session]  # of all segments but the first
     heads: list[Session]
     policies: list[Session]  # of all exits but the last; empty if the model has no policy
+    short_lists: list[Session]  # the same of lenses
     prompts: Prompts | None = None
 
 
@@ -190,7 +200,8 @@ def open_sessions(folder: Path, manifest: dict, provider: str = CPU, threads: in
 
     exits = manifest["exits"]
     policies = exits[:-1] if manifest["decides"] else ()
-    kinds = {"segment": exits, "fill": exits[1:], "head": exits, "policy": policies}
+    short_lists = exits[:-1] if "short_list" in manifest else ()
+    kinds = {"segment": exits, "fill": exits[1:], "head": exits, "policy": policies, "short_list": short_lists}
     prompts = Prompts(folder, manifest, provider, threads) if "begins_with" in manifest else None
     return Sessions(*(several(kind, layers) for kind, layers in kinds.items()), prompts)
 
@@ -227,7 +238,8 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         self.prompts = sessions.prompts
         self.weights, self.own_layers = Weights(**manifest["weights"]), manifest.get("own_layers", False)
         self._width = manifest["width"]
-        self._heads, self._policies = sessions.heads, sessions.policies
+        self.short_flops = short_flops(manifest)
+        self._heads, self._policies, self._short_lists = sessions.heads, sessions.policies, sessions.short_lists
         self._dtype = np.float16 if manifest["precision"] == "float16" else np.float32
         self._caches = new_caches(manifest, sessions.heads[0].provider, num_rows, capacity)
         graphs = sessions.segments, sessions.fills
@@ -282,6 +294,11 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         if not self._policies:
             return super().exit_logit(k, state)
         return self._policies[k].run(_newest(state))["exit_logit"]
+
+    def short_list(self, k: int, state: TokenState) -> np.ndarray:
+        if not self._short_lists:
+            return super().short_list(k, state)
+        return self._short_lists[k].run(_newest(state))["short_list"]
 
 
 def _newest(state: TokenState) -> dict[str, np.ndarray]:

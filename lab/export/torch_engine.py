@@ -33,7 +33,7 @@ def torch_segments(folder: str | Path, device: str = "cpu") -> Segments | Callab
                 f"{folder}: expected float weights for --engine torch, found {precision}; export the run in float32"
             )
         model = _empty_model(folder, manifest)
-        tensors = _whole(read_weights(folder), model)
+        tensors = _whole(read_weights(folder), model) | _short_lists(model, manifest)
         load_strict(model, tensors, {name: (name,) for name in model.state_dict()}, folder)
         model = model.requires_grad_(False).eval().to(device)
         if manifest["unit"] == "tokens":
@@ -51,6 +51,15 @@ def _empty_model(folder: Path, manifest: dict) -> nn.Module:
         if manifest["unit"] != "prompts":
             return build_model(load_method(config["method"]), manifest["unit"], backbone, config)
     return PromptModel(backbone, open_tokenizer(folder, manifest), tuple(manifest["exits"]))
+
+
+def _short_lists(model: nn.Module, manifest: dict) -> dict[str, torch.Tensor]:
+    """What lenses know of their short list, which graphs have as rows of the LM head."""
+    if "short_list" not in manifest:
+        return {}
+    likely = torch.zeros(manifest["vocab_size"])
+    likely[manifest["short_list"]] = 1
+    return {f"heads.{k}.likely": likely.clone() for k in range(len(model.heads))}
 
 
 def _whole(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ from mini_ee.lab.data.tasks import TOY
 from mini_ee.lab.early_exit import ExitResult
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.generation import generated_texts
-from mini_ee.lab.exits.token_exits import record_texts
+from mini_ee.lab.exits.text_record import record_texts
 from mini_ee.lab.export.sessions import GraphRule
 from mini_ee.lab.rule_inputs import runtime_inputs, runtime_settings, runtime_values
 from mini_ee.lab.rules import Rule, rule_from_dict

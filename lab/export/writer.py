@@ -47,7 +47,7 @@ from mini_ee.lab.export.token_graphs import TokenGraphs
 from mini_ee.lab.export.tracing import NotTraceable
 from mini_ee.lab.export.verification import verify
 from mini_ee.lab.export.web_page import check_page, write_page
-from mini_ee.lab.rules import STATE_MEASURES, Never, Rule
+from mini_ee.lab.rules import Never, Rule
 from mini_ee.lab.segments import Segments
 from mini_ee.lab.training.run_folder import Run, versions
 from mini_ee.self_supervised import CALIBRATION_PROMPTS
@@ -146,10 +146,10 @@ def _check_run(run: Run, segments: bool) -> None:
     run.rule.check(len(run.exits))
     if segments and not run.generates and run.token_task is not None:
         raise WrongArguments(f"--segments is for one label of a text; {run.folder} labels tokens: leave it out")
-    if segments and getattr(run.rule, "measure", None) in STATE_MEASURES:
+    if segments and getattr(run.rule, "measure", None) == "saturation":
         raise WrongArguments(
-            f"the rule reads the {run.rule.measure} of hidden states, which graphs by segment do not return: export "
-            f"without --segments, or with another measure"
+            "the rule reads the saturation of hidden states, which graphs by segment do not return: export "
+            "without --segments, or with another measure"
         )
 
 
@@ -259,7 +259,7 @@ def _costs(source: Segments, segments: bool) -> dict:
         return {"layer_passes": passes, "flops": _quadratic(partial(costs, split))}
 
     manifest_costs = of_exits(source.in_one_graph())
-    manifest_costs["state_flops"] = [source.state_flops(k) or 0.0 for k in range(len(source.exits))]
+    manifest_costs["state_flops"] = [source.state_flops(k, "exit_logit") or 0.0 for k in range(len(source.exits))]
     manifest_costs["whole_flops"] = _quadratic(whole)
     return manifest_costs | ({"by_segment": of_exits(source)} if segments else {})
 

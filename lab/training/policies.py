@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_ee.lab.exits.row_exits import States
-from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TextData, TokenExits
 from mini_ee.lab.rules import Policy
 from mini_ee.lab.training.default_rule import Chosen, passing
 from mini_ee.lab.training.stages import Batch, Stage

@@ -91,7 +91,7 @@ class TokenOptions(CommonOptions):
 
     head: str = option(
         "own",
-        "exit head: the method's own (own), or a linear map before the model's LM head, with a gate that reads it once "
+        "exit head: the method's own (own), or a linear map before the model's LM head, which is read once a token "
         "(lens)",
         choices=("own", *VOCABULARY_HEADS),
         default_text="own; lens if the vocabulary is large",

@@ -27,7 +27,8 @@ from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.data.values import checked_text
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.generation import generated_texts
-from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TextData, TokenExits
 from mini_ee.lab.recording import Record
 from mini_ee.lab.rules import Never
 from mini_ee.lab.training.default_rule import Chosen
@@ -204,15 +205,17 @@ def agreement_rule(model: TokenExits, source: Source, held: TextData) -> Chosen:
 
 
 def cheapest(recorded: Record, thresholds: Chosen, seed: int) -> Chosen:
-    """Of the thresholds and the gate the one that needs fewer FLOPs, heads included; below LEAST_SAVED the full model.
+    """Of the thresholds, the gate and the short list the one that needs the fewest FLOPs, heads included; below
+    LEAST_SAVED the full model.
 
-    The gate has one cut, with the conformal guarantee that EPSILON of new tokens are as the full model's.
+    Gate and short list have one cut, with the conformal guarantee that EPSILON of new tokens are as the full model's.
     """
     candidates = {"thresholds": thresholds}
     if len(np.unique(recorded.groups)) >= LEAST_GROUPS:
-        rule, answer = calibrate_conformal(recorded, EPSILON, POLICY, seed)
-        guarantee = {name: answer[name] for name in ("guarantee", "epsilon", "measure")}
-        candidates["gate"] = Chosen(rule, guarantee, None, {"calibration": answer})
+        for name, measure in {"gate": POLICY, "short list": "short_list"}.items():
+            rule, answer = calibrate_conformal(recorded, EPSILON, measure, seed)
+            guarantee = {key: answer[key] for key in ("guarantee", "epsilon", "measure")}
+            candidates[name] = Chosen(rule, guarantee, None, {"calibration": answer})
     flops = {name: float(recorded.replay(candidate.rule).cost.flops.mean()) for name, candidate in candidates.items()}
     saved = {name: 1 - mean_flops / recorded.full_flops for name, mean_flops in flops.items()}
     best = max(saved, key=saved.__getitem__)

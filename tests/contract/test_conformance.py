@@ -27,7 +27,7 @@ from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.files import read_json
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.decoding import gather
-from mini_ee.lab.exits.token_exits import record_texts
+from mini_ee.lab.exits.text_record import record_texts
 from mini_ee.lab.export import verification
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.registry import METHODS

@@ -361,7 +361,7 @@ def test_a_rule_that_needs_the_state_alone_reads_a_head_only_for_rows_that_leave
             self.policy_read.append((k, state.ids.tolist()))
             return np.where(state.ids % (3 - k) == 0, 1.0, -1.0) if k < 2 else -np.ones(len(state.ids))
 
-        def state_flops(self, k):
+        def state_flops(self, k, needs):
             return 7.0
 
     fake = Policed()

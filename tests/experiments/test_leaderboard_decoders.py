@@ -30,7 +30,8 @@ from mini_ee.lab.baselines.sleb import ShortDecoder
 from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.files import file_sha256, sole_writer
 from mini_ee.lab.errors import WrongArguments
-from mini_ee.lab.exits.token_exits import TokenExits, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.rules import Fixed, Never, Threshold
 from mini_ee.lab.training import training_text
 from mini_ee.lab.training.method import load_method

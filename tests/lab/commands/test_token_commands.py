@@ -20,7 +20,8 @@ from mini_ee.lab.exits.decoding import gather
 from mini_ee.lab.exits.generation import generate, generated_texts
 from mini_ee.lab.exits.lossless import generate_lossless
 from mini_ee.lab.exits.skipped_layers import generate_skipping, load_skipper
-from mini_ee.lab.exits.token_exits import TextData, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TextData
 from mini_ee.lab.methods.self_supervised import metrics
 from mini_ee.lab.registry import SKIPPERS
 from mini_ee.lab.rules import Patience, PatienceConfidence, Threshold

@@ -39,7 +39,8 @@ from mini_ee.lab.evaluation.token_evaluation import (
 )
 from mini_ee.lab.exits.decoding import Generated, gather
 from mini_ee.lab.exits.generation import generate, generated_texts
-from mini_ee.lab.exits.token_exits import TokenExits, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.methods.consistent import PolicyNetworks
 from mini_ee.lab.rules import Fixed, Never, Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.lab.training.default_rule import Chosen

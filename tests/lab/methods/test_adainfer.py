@@ -12,7 +12,8 @@ from method_cases import calm_model, calm_texts, of_exits
 from mini_ee.lab.baselines.adainfer import Svm, bounds, fit_svm, right_of, svm, svm_of_texts, svms
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.early_exit import early_exit
-from mini_ee.lab.exits.token_exits import TextData, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TextData
 from mini_ee.lab.export.row_segments import OrtModel, OrtSegments
 from mini_ee.lab.export.writer import write_graphs
 from mini_ee.lab.rules import Threshold, rule_from_dict

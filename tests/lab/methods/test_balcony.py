@@ -17,7 +17,8 @@ from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.decoding import MISSING_KV, decode, gather
 from mini_ee.lab.exits.generation import token_segments
-from mini_ee.lab.exits.token_exits import TextData, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TextData
 from mini_ee.lab.export import verification
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.torch_engine import torch_segments

@@ -16,7 +16,8 @@ from mini_ee.lab.data.metrics import rouge_l
 from mini_ee.lab.exits.decoding import decode, gather
 from mini_ee.lab.exits.generation import generate, token_segments
 from mini_ee.lab.exits.row_exits import RowExits, States
-from mini_ee.lab.exits.token_exits import TextData, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TextData
 from mini_ee.lab.export.row_segments import CPU
 from mini_ee.lab.export.sessions import GraphRule, Session
 from mini_ee.lab.export.token_graphs import TokenGraphs

@@ -281,7 +281,10 @@ def test_a_policy_is_asked_and_counted_once_an_exit_and_only_by_rules_that_ask_i
         network.register_forward_hook(lambda network, *_: calls.append(network))
     for k, costs in enumerate((2 * (24 * 32 + 32), 2 * (24 * 32 + 32), 0)):
         segments = model.segments()
-        assert segments.flops(k, padded_inputs) == plain.flops(k, padded_inputs) and segments.state_flops(k) == costs
+        assert (
+            segments.flops(k, padded_inputs) == plain.flops(k, padded_inputs)
+            and segments.state_flops(k, "exit_logit") == costs
+        )
     for rule, times in ((Policy(1e-9), [0]), (Policy(1 - 1e-9), [0, 1]), (Threshold(0.6), []), (Fixed(1), [])):
         early_exit(model.segments(), rule, padded_inputs)
         assert calls == [model.policy.networks[k] for k in times]

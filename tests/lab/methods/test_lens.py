@@ -18,14 +18,17 @@ from mini_ee.lab.backbones.llama import Decoder, DecoderConfig
 from mini_ee.lab.calibration import POLICY, conformal_cut, observe
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.data.decoder_texts import Text
+from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.evaluation import probes
 from mini_ee.lab.evaluation.probes import Lens, probe_tokens
 from mini_ee.lab.evaluation.savings_estimate import savings_at
 from mini_ee.lab.exits import lens, state_store
 from mini_ee.lab.exits.decoding import gather
+from mini_ee.lab.exits.generation import token_segments
 from mini_ee.lab.exits.lens import EPS, RIDGE, LensHead, fit_in_closed_form, reads_much
-from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TextData, TokenExits
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.token_record import record_tokens
 from mini_ee.lab.export.torch_engine import torch_segments
@@ -162,6 +165,7 @@ def stories(text):
 @pytest.fixture(scope="module", autouse=True)
 def few_stories():
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lens, "LIKELY", 20)  # of 60 words
         patch.setattr("mini_ee.lab.training.training_text.HELD_STORIES", 44)
         patch.setattr("mini_ee.lab.training.training_text.LEAST_GROUPS", 16)
         patch.setattr("mini_ee.lab.training.training_text.EPSILON", 0.8)  # 8 texts are enough
@@ -178,11 +182,12 @@ def run(decoder_checkpoint, text, tmp_path_factory):
     return trained(decoder_checkpoint, text, tmp_path_factory.mktemp("lens") / "run", epochs=6)
 
 
-def test_a_run_has_two_maps_and_a_gate_and_nothing_of_the_model(run):
+def test_a_run_has_two_maps_their_short_lists_and_a_gate_and_nothing_of_the_model(run):
     width = run.model.backbone.config.hidden_size
     weights = run.model.own_state()
     assert run.config["head"] == "lens" and {name.split(".")[0] for name in weights} == {"heads", "policy"}
-    assert sum(value.numel() for name, value in weights.items() if name.startswith("heads.")) == 2 * width**2
+    sizes = [value.numel() for name, value in weights.items() if name.startswith("heads.")]
+    assert sorted(sizes) == [60, 60, width**2, width**2]
     again = mini_ee.load_run(run.folder)
     assert all(torch.equal(value, again.model.state_dict()[name]) for name, value in weights.items())
 
@@ -262,21 +267,50 @@ def test_any_method_with_heads_learns_with_lenses(method, tmp_path, stories):
 def test_the_gate_decides_before_any_head_and_the_vocabulary_is_read_once_a_token(run, monkeypatch):
     read, logits = [], type(run.model.backbone).lm_logits
 
-    def counted(self, hidden, words=None):
-        read.append(len(hidden))
-        return logits(self, hidden, words)
+    def counted(self, hidden, words=None, rows=()):
+        read.append(len(hidden) * (len(rows[0]) if rows else 60))
+        return logits(self, hidden, words, rows)
 
     monkeypatch.setattr(type(run.model.backbone), "lm_logits", counted)
     ids = run.tokenizer.ids_of(PROMPTS[1])
     recorded = record_texts(run.model, [Text(ids, 0)])
     cut = float(1 / (1 + np.exp(-np.median(recorded.segments.exit_logits))))
-    layers = []
-    for rule, most in ((Policy(cut), 1), (Threshold(1.0), 3)):
+    short = Threshold(float(np.median(recorded.segments.measures["short_list"])), "short_list")
+    listed = int(run.model.heads[0].likely.sum())
+    for rule, of_exit, every in ((Policy(cut), 0, 60), (short, listed, 60), (Threshold(1.0), 60, 0)):
         read.clear()
         (written,) = gather(run.model.generate([ids], rule, max_new_tokens=12, stop=()), 1)
-        assert sum(read) == 12 * most
-        layers.append(set(written.layers_run))
-    assert len(layers[0]) > 1
+        passed = sum(min(layers, 2) for layers in written.layers_run)  # exits that decided about a token
+        assert sum(read) == passed * of_exit + 12 * (every or 60)
+        assert not every or len(set(written.layers_run)) > 1
+
+
+def test_the_short_list_has_the_most_frequent_tokens_of_the_training(run):
+    assert all(head.likely.sum() == 20 for head in run.model.heads)
+    model = lens_model()
+    texts = [Text([7, 3, 3, 5, *range(30, 60)], 0), Text([9, 9, 5, 3, 9], 2)]  # after their starts: 3 thrice, 5, ...
+    model.begin(TextData(texts))
+    assert model.heads[0].likely.nonzero()[:, 0].tolist() == [3, 5, 9, *range(30, 47)]
+
+
+def test_the_short_list_measure_is_breaking_ties_among_its_tokens(run):
+    model, text = run.model, Text(run.tokenizer.ids_of(PROMPTS[1]), 0)
+    states = model.backbone.hidden_states(torch.tensor([text.ids]))
+    recorded = record_texts(model, [text]).segments.measures["short_list"]
+    for k, (layer, head) in enumerate(zip(model.exits, model.heads)):
+        logits = head(states[layer][0])[:, head.likely > 0].double().detach().numpy()
+        p = np.sort(np.exp(logits) / np.exp(logits).sum(1, keepdims=True))
+        np.testing.assert_allclose(recorded[:, k], p[:, -1] - p[:, -2], atol=EXACT)
+
+
+def test_a_short_list_is_paid_at_every_exit_and_a_head_where_the_token_stops(run):
+    recorded, width = record_texts(run.model, drawn_texts(4).texts), 24
+    rule = Threshold(float(np.median(recorded.segments.measures["short_list"])), "short_list")
+    result = recorded.replay(rule)
+    flops, passed = recorded.segments.costs[0], np.minimum(result.exit_index + 1, 2)
+    layers = np.cumsum(flops[:, :, 0], axis=1)[np.arange(len(flops)), result.exit_index]
+    decisions = passed * (2 * width * (width + 20) + 5 * 2)
+    np.testing.assert_allclose(result.cost.flops, layers + 2 * width * 60 + decisions, rtol=1e-6)
 
 
 def test_the_gate_learns_agreement(run):
@@ -304,15 +338,18 @@ def test_the_rule_is_the_cheapest_heads_included():
     assert -0.3 < saved["thresholds"] < saved["gate"] <= 0
 
 
-def test_the_gate_is_calibrated_by_the_conformal_guarantee(run, monkeypatch):
-    assert set(run.metrics["net_saved"]) == {"thresholds", "gate"}
+@pytest.mark.parametrize("measure, dearer", [(POLICY, "short_list"), ("short_list", POLICY)])
+def test_gate_and_short_list_are_calibrated_by_the_conformal_guarantee(run, monkeypatch, measure, dearer):
+    assert set(run.metrics["net_saved"]) == {"thresholds", "gate", "short list"}
     monkeypatch.setattr("mini_ee.lab.training.training_text.LEAST_SAVED", -1.0)
     recorded = record_texts(run.model, drawn_texts(80, seed=3).texts)
+    recorded.segments.costs[2][dearer][:] = [1e9] * 3
     chosen = cheapest(recorded, Chosen(Threshold((np.inf, np.inf, -np.inf), "breaking_ties"), None), 0)
-    observed = observe(recorded, POLICY)
+    observed = observe(recorded, measure)
     drawn = np.isin(observed.groups, np.random.default_rng(0).permutation(80)[:40])
-    assert chosen.rule.least_logit == pytest.approx(conformal_cut(observed.take(drawn), 0.8), abs=1e-5)
-    assert chosen.guarantee["guarantee"] == "conformal"
+    cut = chosen.rule.least_logit if measure == POLICY else chosen.rule.threshold
+    assert cut == pytest.approx(conformal_cut(observed.take(drawn), 0.8), abs=1e-5)
+    assert chosen.guarantee["guarantee"] == "conformal" and chosen.guarantee["measure"] == measure
 
 
 # ---- The estimate ----
@@ -345,11 +382,16 @@ def test_the_estimate_reads_lenses_through_a_gate_and_one_head_a_token(monkeypat
 
 
 # ---- The graph of a token ----
-def test_the_graphs_decide_by_the_gate_and_write_as_torch_does(run, tmp_path):
-    out = tmp_path / "exported"
-    recorded = record_texts(run.model, [Text(run.tokenizer.ids_of(PROMPTS[1]), 0)])
-    cut = float(1 / (1 + np.exp(-np.median(recorded.segments.exit_logits))))
-    mini_ee.export(run._replace(rule=Policy(cut)), out, texts=PROMPTS[:2], segments=True)
+def median_rule(run, measure):
+    measures = record_texts(run.model, [Text(run.tokenizer.ids_of(PROMPTS[1]), 0)]).segments.measures
+    cut = float(np.median(measures[measure]))
+    return Policy(float(1 / (1 + np.exp(-cut)))) if measure == POLICY else Threshold(cut, measure)
+
+
+@pytest.mark.parametrize("measure", [POLICY, "short_list"])
+def test_the_graphs_decide_by_gate_or_short_list_and_write_as_torch_does(run, tmp_path, measure):
+    out, own = tmp_path / "exported", median_rule(run, measure)
+    mini_ee.export(run._replace(rule=own), out, texts=PROMPTS[:2], segments=True)
     runtime = Runtime(out, threads=1)
     ids = [run.tokenizer.ids_of(prompt) for prompt in PROMPTS]
     weights = sum(value.size for value in read_numbers(out).values())
@@ -360,25 +402,39 @@ def test_the_graphs_decide_by_the_gate_and_write_as_torch_does(run, tmp_path):
         + 200
     )  # the LM head stands once
     again, in_torch = Runtime(out, threads=1, missing_kv="recompute"), Runtime(out, segments=torch_segments(out))
-    for rule in (Never(), Fixed(0), Policy(cut)):
+    for rule in (Never(), Fixed(0), own):
         for engine, missing_kv in ((runtime, "copy_state"), (again, "recompute"), (in_torch, "copy_state")):
             recomputed = run.model.generate(ids, rule, max_new_tokens=6, missing_kv=missing_kv)
             expected = gather(recomputed, 3)
             assert gather(engine.generate(ids, max_new_tokens=6, rule=rule), 3) == expected
 
 
+def test_decoding_costs_what_the_record_says(run, tmp_path):
+    rule = median_rule(run, "short_list")
+    mini_ee.export(run._replace(rule=rule), tmp_path / "out", texts=PROMPTS[:2])
+    expected = record_texts(run.model, [Text([3], 0)]).replay(rule)
+    decisions = 5 * (60 - 2) * min(expected.exit_index[0] + 1, 2)  # a record has two numbers in place of logits
+    runtime = Runtime(tmp_path / "out", threads=1)
+    for segments in (token_segments(run.model, "copy_state", 1, 4), runtime.segments(1, 4)):
+        result = early_exit(segments, rule, segments.begin([[3]]))
+        assert result.exit_index == expected.exit_index
+        assert result.cost.flops == pytest.approx(expected.cost.flops + decisions)
+
+
 @pytest.mark.parametrize(
     "precision, ending, most", [("float16", "", 0.02), ("int8", "_int8", 0.2), ("int4", "_int4", 1)]
 )
-def test_an_export_in_fewer_bits_rounds_the_maps_and_not_the_gate(run, tmp_path, precision, ending, most):
-    manifest = mini_ee.export(run._replace(rule=Policy(0.5)), tmp_path / "out", texts=PROMPTS[:2], precision=precision)
+@pytest.mark.parametrize("measure", [POLICY, "short_list"])
+def test_an_export_in_fewer_bits_rounds_the_maps_and_not_the_gate(run, tmp_path, precision, ending, most, measure):
+    rule = median_rule(run, measure)
+    manifest = mini_ee.export(run._replace(rule=rule), tmp_path / "out", texts=PROMPTS[:2], precision=precision)
     assert manifest["verified"]["relative_difference"] < manifest["verified"]["allowed_relative_difference"]
     numbers = read_numbers(tmp_path / "out")
-    assert f"heads.0.map.weight{ending}" in numbers and "policy.networks.0.0.weight" in numbers
+    assert f"heads.0.map.weight{ending}" in numbers and ("policy.networks.0.0.weight" in numbers) is (measure == POLICY)
     ids = np.array([run.tokenizer.ids_of(PROMPTS[1])])
-    expected = record_texts(run.model, [Text(ids[0].tolist(), 0)]).segments.exit_logits
+    expected = record_texts(run.model, [Text(ids[0].tolist(), 0)]).segments.measures[measure]
     recorded = record_tokens(Runtime(tmp_path / "out", threads=1), [Text(ids[0].tolist())], 1)
-    np.testing.assert_allclose(recorded.segments.measures["exit_logit"], expected, rtol=0, atol=most)
+    np.testing.assert_allclose(recorded.segments.measures[measure], expected, rtol=0, atol=most)
 
 
 def read_numbers(folder):

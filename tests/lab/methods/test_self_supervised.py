@@ -20,7 +20,8 @@ from mini_ee.lab.data.decoder_texts import Text, cut_text
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits.generation import generated_texts
 from mini_ee.lab.exits.heads import VocabularyHead
-from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TextData, TokenExits
 from mini_ee.lab.methods.self_supervised import Config, build, metrics, recipe
 from mini_ee.lab.rules import Fixed, Never, Threshold
 from mini_ee.lab.training.loop import fit

@@ -360,7 +360,11 @@ def test_a_replay_of_the_graph_costs_what_the_graph_costs(tmp_path, name):
     for number, rule in enumerate({type(rule): rule for rule in rules_of(name, model, inputs)}.values()):
         graph = written(model, rule, tmp_path / str(number))
         logits, flops, measures = read_and_measure(graph, inputs)
-        costs = [graph.layer_passes(k) for k in range(K)], measures, [graph.state_flops(k) for k in range(K)]
+        costs = (
+            [graph.layer_passes(k) for k in range(K)],
+            measures,
+            {"exit_logit": [graph.state_flops(k, "exit_logit") for k in range(K)]},
+        )
         replayed = early_exit(Recorded(graph.exits, logits, flops, *costs), rule, range(B))
         run = early_exit(graph, rule, inputs)
         np.testing.assert_array_equal(replayed.exit_index, run.exit_index)

@@ -25,7 +25,8 @@ from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.exits.decoding import Tokens, decode, gather, greedy
 from mini_ee.lab.exits.generation import Sampling, generate, generated_texts, token_segments
 from mini_ee.lab.exits.lossless import generate_lossless
-from mini_ee.lab.exits.token_exits import TextData, TokenExits, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TextData, TokenExits
 from mini_ee.lab.export.manifest import _check_values
 from mini_ee.lab.export.runtime import Runtime
 from mini_ee.lab.export.sessions import CPU, GraphRule, Session

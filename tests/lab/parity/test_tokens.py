@@ -22,7 +22,8 @@ from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.exits.generation import Sampling
 from mini_ee.lab.exits.policy_networks import PolicyNetworks
-from mini_ee.lab.exits.token_exits import NO_LABEL, TextData, TokenExits, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import NO_LABEL, TextData, TokenExits
 from mini_ee.lab.recording import Record, Recorded
 from mini_ee.lab.rules import Fixed, Never, Patience, PatienceConfidence, Policy, Threshold
 from mini_ee.lab.training.loop import fit

@@ -17,7 +17,8 @@ from mini_ee.lab.cli.open import plain_decoder
 from mini_ee.lab.data.decoder_texts import Text
 from mini_ee.lab.data.tokenizer import Tokenizer
 from mini_ee.lab.exits.decoding import gather
-from mini_ee.lab.exits.token_exits import TokenExits, record_texts
+from mini_ee.lab.exits.text_record import record_texts
+from mini_ee.lab.exits.token_exits import TokenExits
 from mini_ee.lab.export import verification
 from mini_ee.lab.export.builder import BLOCK, branches_of, parameters_of
 from mini_ee.lab.export.card import card
