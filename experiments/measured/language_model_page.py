@@ -4,10 +4,11 @@ decoding  `mini-ee bench decode --model`: the exported graphs, drafts, transform
           from which the weights were made
 heads     `mini-ee train self-supervised` on a part of WikiText-2, where the heads are lenses with a gate
 rounding  the share of the predictions that stay those of torch when the trained run is exported in fewer bits
-rules     on the rest of WikiText-2: what rules save at each agreement of LEVELS, by the gate and by confidence; and the
-          time of decoding with each of them, and with rules that read gates or heads and let no token exit
+rules     on the rest of WikiText-2: what rules save at each agreement of LEVELS, by the gate, by the short list and by
+          confidence; and the time of decoding with each of them, and with the same readings if no token exits
 """
 
+import math
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mini_ee.experiments.trainings import Sources
 from mini_ee.lab.calibration import POLICY, calibrate_conformal
 from mini_ee.lab.data.files import read_json, write_bytes
 from mini_ee.lab.evaluation.token_evaluation import timed_decoding
+from mini_ee.lab.exits.lens import LIKELY
 from mini_ee.lab.exits.text_record import record_texts
 from mini_ee.lab.rules import Never, Policy, Threshold
 from mini_ee.lab.training.run_folder import load_run
@@ -27,8 +29,9 @@ from mini_ee.self_supervised import CALIBRATION_PROMPTS, MEASURE
 MODEL, GGUF, TEXT = "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf", "WikiText-2"
 EXITS, PIECES, TRAINED = (5, 10, 15, 20, 25, 30), 3_125, 0.9  # layers; texts of 64 tokens; share of the characters
 LEVELS, SEED, NEW_TOKENS = (0.8, 0.9, 0.95), 0, 48
-RULES = {"gate": POLICY, "confidence": MEASURE}
-READ_ALONE = {"gate": Policy(1 - 1e-6), "confidence": Threshold(float("inf"), MEASURE)}  # no token exits
+RULES = {"gate": POLICY, "short list": "short_list", "confidence": MEASURE}
+READ_ALONE = {name: Threshold(math.inf, measure) for name, measure in RULES.items() if measure != POLICY}
+READ_ALONE |= {"gate": Policy(1 - 1e-6)}  # no token exits
 
 
 def decoding(sources: Sources, work: Path) -> dict:
@@ -63,7 +66,7 @@ def rules(sources: Sources, work: Path) -> dict:
     source = Source(run.model.backbone, run.tokenizer, TextOptions(kind="pieces", text=rest), SEED)
     recorded = record_texts(run.model, texts_to_calibrate(source), progress="observing")
     rows = [{"rule": "none", "level": None}, *({"rule": name, "level": None} for name in RULES)]
-    ways = [Never(), *READ_ALONE.values()]
+    ways = [Never(), *(READ_ALONE[name] for name in RULES)]
     for name, measure in RULES.items():
         for level in LEVELS:
             rule, answer = calibrate_conformal(recorded, level, measure, SEED)
@@ -94,4 +97,11 @@ def page_figures(figures: dict) -> dict:
     by_layer = list(zip(EXITS, *figures["heads"]["agreement"].values()))
     of_level = ([row for row in figures["rules"] if row["level"] == level] for level in LEVELS)
     fastest = dict(zip(LEVELS, (min(some, key=lambda row: row["seconds"]) for some in of_level)))
-    return {"decoding": rows, "layers": EXITS[-1], "by_layer": by_layer, "exit_layer": exit_layer, "fastest": fastest}
+    return {
+        "decoding": rows,
+        "layers": EXITS[-1],
+        "short_list": LIKELY,
+        "by_layer": by_layer,
+        "exit_layer": exit_layer,
+        "fastest": fastest,
+    }
