@@ -91,17 +91,15 @@ PARTS = {"decoding": decoding, "heads": heads, "rounding": rounding, "rules": ru
 
 
 def page_figures(figures: dict) -> dict:
-    """Rows of the benchmark by name, and its exit; agreement by layer; the fastest rule at each agreement."""
+    """Rows of the benchmark by name, and its exit; agreement by layer; the rules at 90% agreement, by name."""
     rows = {row["case"].removeprefix(f"{MODEL} "): row for row in figures["decoding"]}
     exit_layer = next(name.split()[1] for name in rows if name.startswith("assistant_early_exit"))
     by_layer = list(zip(EXITS, *figures["heads"]["agreement"].values()))
-    of_level = ([row for row in figures["rules"] if row["level"] == level] for level in LEVELS)
-    fastest = dict(zip(LEVELS, (min(some, key=lambda row: row["seconds"]) for some in of_level)))
     return {
         "decoding": rows,
         "layers": EXITS[-1],
         "short_list": LIKELY,
         "by_layer": by_layer,
         "exit_layer": exit_layer,
-        "fastest": fastest,
+        "at_90": {row["rule"]: row for row in figures["rules"] if row["level"] == 0.9},
     }
