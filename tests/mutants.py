@@ -619,7 +619,7 @@ OF_METHODS = [
     ("exits.lens.LensHead.shorten", source("descending=True", "descending=False"), "lens.py::test_the_short_list_has_the_most_frequent_tokens_of_the_training"),
     ("exits.lens.LensHead.likely_rows", always(lambda self: self.decoder.lm_rows()), "lens.py::test_the_short_list_measure_is_breaking_ties_among_its_tokens"),
     ("exits.token_exits.TokenExits.begin", source("text.start + 1 :", "text.start :"), "lens.py::test_the_short_list_has_the_most_frequent_tokens_of_the_training"),
-    ("exits.decoding.DecoderSegments.state_flops", always(lambda self, k, needs: 0.0), "lens.py::test_decoding_costs_what_the_record_says"),
+    ("exits.decoding.DecoderSegments.state_flops", always(lambda self, k, needs: 0.0), "lens.py::test_decoding_costs_what_the_record_says[short_list]"),
     ("exits.token_exits.TextData.states", source("F.rms_norm(states, states.shape[-1:], eps=EPS)", "states"), "lens.py::test_states_beyond_half_precision_are_stored_too"),
     ("methods.self_supervised.sparse_loss", source(".clamp(min=0)", " * 0"), "lens.py::test_the_sparse_loss_is_a_cross_entropy_over_the_likeliest_words_and_one_more_outcome"),
     ("training.training_text.cheapest", source("saved[best] >= LEAST_SAVED", "True"), "lens.py::test_the_rule_is_the_cheapest_heads_included"),

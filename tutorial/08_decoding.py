@@ -113,10 +113,10 @@ for name, several in texts.items():
 # ([Belrose et al. 2023](https://arxiv.org/abs/2303.08112)). Least squares fit it in closed form, and Eq. 1 trains it on
 # stored states. A lens still needs the product with the vocabulary, so something cheaper decides first. A *gate* is a
 # policy that reads the state alone and learned whether the exit agrees with the full model. A *short list* has the most
-# frequent tokens, and the lens compares the two most likely of them ([Vincenti et al.
-# 2024](https://arxiv.org/abs/2410.18952)). Each token then reads the whole vocabulary once, where it exits. For models
-# with a large vocabulary lenses are the default, with whichever of the two needs fewer FLOPs, and `mini-ee estimate DIR
-# --text FILE` shows beforehand what a gate can save.
+# frequent tokens, and the lens compares the two most likely of them. ([Vincenti et al.
+# 2024](https://arxiv.org/abs/2410.18952) choose the list anew for each token.) Each token then reads the whole
+# vocabulary once, where it exits. For models with a large vocabulary lenses are the default, with whichever of the two
+# needs fewer FLOPs, and `mini-ee estimate DIR --text FILE` shows beforehand what a gate can save.
 #
 # **When the text must not change at all**, an exit *drafts* a few tokens, and the full model verifies them in one
 # pass. Tokens that it does not confirm are discarded. This is self-speculative decoding, as in LayerSkip ([Elhoushi et

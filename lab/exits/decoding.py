@@ -162,6 +162,11 @@ class Weights(NamedTuple):
     head: int
 
 
+def short_flops(width: int, tokens: int) -> float:
+    """FLOPs of a lens that reads so many tokens of its short list: a map (D, D), and their rows of the LM head."""
+    return 2.0 * width * (width + tokens)
+
+
 class DecoderSegments(Segments):
     """Segments of a decoder on any engine; here is the cost of a token. Inputs are Tokens."""
 

@@ -7,9 +7,9 @@ D x D of its own. To read it still takes the product with the vocabulary, so a g
 small network of the normed state and learns whether the exit agrees with the last one (training/policies.py). By the
 rule Policy the vocabulary is then read once, at the exit where the token stops.
 
-Confidence does not need the whole vocabulary either (Vincenti et al. 2024, arXiv:2410.18952, who take the tokens that
-are likely at the first exit). The measure `short_list` is breaking ties among the tokens that were most frequent in
-training; a token that stops reads the whole vocabulary then.
+Confidence does not need the whole vocabulary either. Vincenti et al. 2024, arXiv:2410.18952, prune it anew for each
+token, at one of the first layers; here all tokens share the list of those that were most frequent in training. The
+measure `short_list` is breaking ties among them. A token that stops then reads the whole vocabulary.
 
     x_k = norm(h_k)          the state after layer k, divided by its root mean square
     logits_k = W norm_f(M_k x_k)          W, norm_f: the model's LM head and its final norm; M_k (D, D) is learned
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mini_ee.lab.backbones.generative import GenerativeBackbone
+from mini_ee.lab.exits.decoding import short_flops
 
 RIDGE = 0.01  # on states of mean square 1; from .001 to .1 the agreement of SmolLM2's layers is the same within .01
 EPS = 1e-6  # of the norm
@@ -79,9 +80,8 @@ class LensHead(nn.Module):
 
     @property
     def short_flops(self) -> float:
-        """FLOPs of `short_logits` of one state: a map (D, D), and as many rows of the LM head."""
-        width = self.map.in_features
-        return 2.0 * width * (width + float(self.likely.sum()))
+        """FLOPs of `short_logits` of one state."""
+        return short_flops(self.map.in_features, int(self.likely.sum()))
 
 
 @torch.no_grad()

@@ -63,7 +63,7 @@ def record_texts(
     layers = 2.0 * (layer + 2 * attention * (position + 1))  # a token attends to position + 1 tokens
     of_heads = 2.0 * head + np.outer(layers, [*[model.own_layers] * (len(passes) - 1), False])
     flops = np.stack([np.outer(layers, passes), of_heads], axis=2)
-    of_states = {} if model.policy is None else {"exit_logit": model.policy.flops}
+    of_states = {"saturation": 0.0} | ({} if model.policy is None else {"exit_logit": model.policy.flops})
     of_states |= {"short_list": model.heads[0].short_flops} if "short_list" in columns else {}
     state_flops = {name: [*[of_state] * (len(passes) - 1), 0.0] for name, of_state in of_states.items()}
     recorded = Recorded(model.exits, answers, flops, passes, columns, state_flops)

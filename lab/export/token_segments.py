@@ -18,7 +18,7 @@ import numpy as np
 import onnxruntime as ort
 
 from mini_ee.export.manifest import GRAPHS
-from mini_ee.lab.exits.decoding import CachedSegments, DecoderSegments, Tokens, TokenState, Weights
+from mini_ee.lab.exits.decoding import CachedSegments, DecoderSegments, Tokens, TokenState, Weights, short_flops
 from mini_ee.lab.export.sessions import CPU, HIDDEN, GraphRule, Session
 from mini_ee.lab.rules import Rule
 from mini_ee.lab.segments import BatchResult
@@ -83,7 +83,7 @@ class OrtTokenModel(OrtTokens):
         self.prompts, self._memory = prompts, {}
         self.exits, self.weights = tuple(manifest["exits"]), Weights(**manifest["weights"])
         self.own_layers = manifest.get("own_layers", False)
-        self.short_flops = short_flops(manifest)
+        self.short_flops = short_flops(manifest["width"], len(manifest.get("short_list", ())))
         self._session, self._graph_rule, self._vocabulary = session, graph_rule, manifest["vocab_size"]
         self._caches, self._bound = new_caches(manifest, session.provider, num_rows, capacity), {}
 
@@ -135,12 +135,6 @@ class OrtTokenModel(OrtTokens):
         bind_caches(binding, self._caches)
         bind_inputs(binding, self._memory)
         return binding, buffers, outputs
-
-
-def short_flops(manifest: dict) -> float:
-    """FLOPs of one short_list: a map (D, D), and as many rows of the LM head."""
-    width = manifest["width"]
-    return 2.0 * width * (width + len(manifest.get("short_list", ())))
 
 
 def cache_names(exits: Sequence[int], own_layers: bool) -> list[str]:
@@ -238,7 +232,7 @@ class OrtTokenSegments(OrtTokens, CachedSegments):
         self.prompts = sessions.prompts
         self.weights, self.own_layers = Weights(**manifest["weights"]), manifest.get("own_layers", False)
         self._width = manifest["width"]
-        self.short_flops = short_flops(manifest)
+        self.short_flops = short_flops(manifest["width"], len(manifest.get("short_list", ())))
         self._heads, self._policies, self._short_lists = sessions.heads, sessions.policies, sessions.short_lists
         self._dtype = np.float16 if manifest["precision"] == "float16" else np.float32
         self._caches = new_caches(manifest, sessions.heads[0].provider, num_rows, capacity)

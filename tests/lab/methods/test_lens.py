@@ -409,8 +409,9 @@ def test_the_graphs_decide_by_gate_or_short_list_and_write_as_torch_does(run, tm
             assert gather(engine.generate(ids, max_new_tokens=6, rule=rule), 3) == expected
 
 
-def test_decoding_costs_what_the_record_says(run, tmp_path):
-    rule = median_rule(run, "short_list")
+@pytest.mark.parametrize("measure", ["short_list", "saturation"])
+def test_decoding_costs_what_the_record_says(run, tmp_path, measure):
+    rule = median_rule(run, measure)
     mini_ee.export(run._replace(rule=rule), tmp_path / "out", texts=PROMPTS[:2])
     expected = record_texts(run.model, [Text([3], 0)]).replay(rule)
     decisions = 5 * (60 - 2) * min(expected.exit_index[0] + 1, 2)  # a record has two numbers in place of logits
