@@ -34,6 +34,7 @@ COUNTS = {"SST-2": (1_000, 3_000, 10_000), "TREC": (1_000, 3_000), "MRPC": (10_0
 """Task -> numbers of texts without labels, at most; a call gets all if there are fewer."""
 
 AGREEMENT, BATCH = 0.99, 32
+LARGER = {"model": "MPNet", "task": ("SST-2", "TREC", "MRPC")}  # a model of BERT-base's size
 EXIT_0 = {"task": ("SST-2", "TREC"), "model": "MiniLM", "texts": 3_000}
 KEPT, COMPARED = ("SST-2", "MiniLM", 3_000), 1_000  # the call with seed 0 whose export is kept
 SERVED, SHADOW, REQUESTS = {"SST-2": "dev", "MR": "test", "TREC": "train"}, 0.5, 800
@@ -129,6 +130,14 @@ def model_cases(sources: Sources, work: Path) -> dict:
         for count in counts
     ]
     return {"models": cases}
+
+
+def larger_cases(sources: Sources, work: Path) -> dict:
+    """A model of BERT-base's size: all tasks with seed 0 come first."""
+    name, tasks = LARGER["model"], LARGER["task"]
+    return {
+        "larger": [case(sources, work, task, name, seed, COUNTS[task][-1]) for seed in range(SEEDS) for task in tasks]
+    }
 
 
 def memory_cases(sources: Sources, work: Path) -> dict:

@@ -16,6 +16,7 @@ from mini_ee.experiments.measured.add_exits_cases import (
     REQUESTS,
     SHADOW,
     exit_0_cases,
+    larger_cases,
     memory_cases,
     model_cases,
     same_labels,
@@ -23,7 +24,7 @@ from mini_ee.experiments.measured.add_exits_cases import (
     stored,
 )
 from mini_ee.experiments.measured.add_exits_guarantee import OF, guarantee
-from mini_ee.experiments.measured.fine_tuning import MODELS, TASKS
+from mini_ee.experiments.measured.fine_tuning import MODELS, OTHERS, TASKS
 from mini_ee.experiments.pages import spread
 from mini_ee.lab.evaluation.plots import can_draw, new_figure, new_panels, save_figure
 
@@ -85,6 +86,7 @@ BAR = 0.03  # largest difference between the time at an exit and its share of th
 
 PARTS = {
     "models": model_cases,
+    "larger": larger_cases,
     "memory": memory_cases,
     "exit-0": exit_0_cases,
     "same-labels": same_labels,
@@ -97,7 +99,7 @@ PARTS = {
 # ---- Tables ----
 def models_rows(cases: list[dict]) -> list[list]:
     """One row per task, model and number of texts."""
-    order = {name: at for at, name in enumerate((*TASKS, *MODELS))}
+    order = {name: at for at, name in enumerate((*TASKS, *MODELS, *OTHERS))}
     rows = []
     groups = grouped(cases, "task", "model", "wanted")
     for task, model, wanted in sorted(groups, key=lambda key: (order[key[0]], order[key[1]], key[2])):
@@ -128,7 +130,7 @@ def page_figures(figures: dict) -> dict:
     saved, agrees = ([float(np.mean(column(some, key))) for some in groups] for key in ("layers_saved", "agreement"))
     late = [case for case in cases if "largest_difference" in case]
     fine_tuned = {(case["task"], case["model"], case["seed"]): case["fine_tuning_minutes"] for case in cases}
-    one = figures["one-file"]
+    one, larger = figures["one-file"], [*grouped(figures["larger"], "task").values()]
     return {
         **{"paid": [*paid], "never": [task for task in dict.fromkeys(column(best, "task")) if task not in paid]},
         **{"saved_least": min(saved), "saved_most": max(saved)},
@@ -153,6 +155,9 @@ def page_figures(figures: dict) -> dict:
         "minutes": sum(column(cases, "processor_minutes")) + sum(fine_tuned.values()),
         "model_rows": models_rows(best),
         "rows_by_texts": models_rows(cases),
+        "larger_rows": models_rows(figures["larger"]),
+        "larger": {key: [float(np.mean(column(some, key))) for some in larger] for key in ("layers_saved", "time")},
+        "larger_least": min(column(figures["larger"], "agreement")),
         "depths": one["exits"],
         "exit_0_rows": exit_0_rows(figures["exit-0"]),
     }

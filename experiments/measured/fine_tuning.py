@@ -27,7 +27,7 @@ MODELS = {"MiniLM": ("all-MiniLM-L6-v2", 1e-4), "BERT-12x128": (None, 4e-4)}
 """name -> folder in weights/ (None: the built-in model), learning rate."""
 
 OTHERS = {"DistilBERT": ("all-MiniLM-L6-v2", 1e-4), "MPNet": ("all-mpnet-base-v2", 3e-5)}
-"""Of results/alternatives.md: a DistilBERT with the layers of MiniLM, and a model of BERT-base's size."""
+"""A DistilBERT with the layers of MiniLM, and a model of BERT-base's size."""
 
 SEEDS, MOST_TESTED, MAX_LENGTH, BATCH, CHUNK = 3, 1_000, 128, 32, 16
 SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}

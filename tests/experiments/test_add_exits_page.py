@@ -41,6 +41,7 @@ def shifted(task: str, agreement: float, tighten: bool = False) -> dict:
 
 FIGURES = {
     "models": [case(), case(seed=1, saved=0.5), case(wanted=3000, texts=3000), case("TREC", pays=False, saved=0.0)],
+    "larger": [case(model="MPNet", agreement=0.97), case("TREC", model="MPNet", saved=0.6)],
     "memory": [{"model": "MiniLM", "texts": count, "peak_mb": mb} for count, mb in ((1000, 700), (10_000, 1234))],
     "exit-0": [case(), case(saved=0.5, exits=(0, 2, 6))],
     "same-labels": {"task": "SST-2", "model": "MiniLM", "texts": 1000, "never": 1000, "chosen": 993},
@@ -75,6 +76,8 @@ def test_a_page_with_pictures_is_written_from_a_json_with_all_parts(tmp_path):
     words = " ".join(text.split())
     assert "saves 45% to 45% of the layers on SST-2**" in words and "not worth it on TREC, and exports nothing" in words
     assert "change by more than 2.0 points" in words and "at most 1,234 MB for 10,000 texts" in words
+    assert "saves 40% to 60% of its layers**, by task, and takes 40% to 60% of its time." in words
+    assert "The lowest agreement of a training is 97.0%." in words
     assert "by at most 2.0e-06" in words and "1,000 of 1,000 labels equal those" in words and "on 993." in words
     assert "400 of SST-2, 400 of TREC." in words
     end = text.partition("How each part was measured")[2]
