@@ -157,7 +157,8 @@ def page_figures(figures: dict) -> dict:
         "rows_by_texts": models_rows(cases),
         "larger_rows": models_rows(figures["larger"]),
         "larger": {key: [float(np.mean(column(some, key))) for some in larger] for key in ("layers_saved", "time")},
-        "larger_least": min(column(figures["larger"], "agreement")),
+        "larger_lowest": min(figures["larger"], key=lambda case: case["agreement"]),
+        "larger_calls": len(figures["larger"]),
         "depths": one["exits"],
         "exit_0_rows": exit_0_rows(figures["exit-0"]),
     }

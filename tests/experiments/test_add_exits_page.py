@@ -77,7 +77,7 @@ def test_a_page_with_pictures_is_written_from_a_json_with_all_parts(tmp_path):
     assert "saves 45% to 45% of the layers on SST-2**" in words and "not worth it on TREC, and exports nothing" in words
     assert "change by more than 2.0 points" in words and "at most 1,234 MB for 10,000 texts" in words
     assert "saves 40% to 60% of its layers**, by task, and takes 40% to 60% of its time." in words
-    assert "The lowest agreement of a training is 97.0%." in words
+    assert "The lowest agreement of its 2 calls is 97.0%, on SST-2." in words
     assert "by at most 2.0e-06" in words and "1,000 of 1,000 labels equal those" in words and "on 993." in words
     assert "400 of SST-2, 400 of TREC." in words
     end = text.partition("How each part was measured")[2]
