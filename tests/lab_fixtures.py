@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import shutil
 import time
 from itertools import combinations
@@ -439,6 +440,15 @@ def reranker(random_model, checkpoint_folder, tmp_path_factory):
     run = Run(Path("run"), config, random_model((2, 6), 1), Tokenizer.from_folder(checkpoint_folder, 30), Fixed(1))
     writer.export(run, folder := tmp_path_factory.mktemp("serving") / "pairs", [("the film", "was good")] * 8)
     return Runtime(folder, threads=1)
+
+
+@pytest.fixture
+def smollm2_folder():
+    """SmolLM2-135M-Instruct, a real model; its tokenizer is read through transformers."""
+    if "MINI_EE_MODELS" not in os.environ:
+        pytest.skip("needs MINI_EE_MODELS, the folder of real models")
+    pytest.importorskip("transformers", reason="pip install transformers")
+    return Path(os.environ["MINI_EE_MODELS"]) / "smollm2"
 
 
 def weights_of(folder):

@@ -3,7 +3,6 @@
 A gate decides before any head is read.
 """
 
-import os
 import random
 from pathlib import Path
 
@@ -111,9 +110,8 @@ def test_lenses_are_the_default_where_the_vocabulary_is_large():
     assert defaults_of(method, "tokens", BUILT_IN_DECODER, "lens")["head_lr"] == LENS_LR
 
 
-@pytest.mark.skipif("MINI_EE_MODELS" not in os.environ, reason="needs MINI_EE_MODELS, the folder of real models")
-def test_they_are_that_of_smollm2():
-    defaults = defaults_of(load_method("self-supervised"), "tokens", Path(os.environ["MINI_EE_MODELS"]) / "smollm2")
+def test_they_are_that_of_smollm2(smollm2_folder):
+    defaults = defaults_of(load_method("self-supervised"), "tokens", smollm2_folder)
     assert (defaults["head"], defaults["epochs"], defaults["target"]) == ("lens", 1, "soft")
 
 

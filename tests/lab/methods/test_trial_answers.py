@@ -1,9 +1,7 @@
 """Stopping a text early: trials against a loop that computes everything anew, and the guarantee over repeated draws."""
 
 import math
-import os
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -177,10 +175,8 @@ def test_too_few_questions_are_refused_with_the_number_needed():
 
 
 # ---- A published decoder ----
-@pytest.mark.skipif("MINI_EE_MODELS" not in os.environ, reason="needs SmolLM2: set MINI_EE_MODELS")
-def test_smollm2_works_on_a_sum_as_without_trials():
-    folder = Path(os.environ["MINI_EE_MODELS"]) / "smollm2"
-    decoder, tokenizer = load_backbone(folder).eval(), load_tokenizer(folder)
+def test_smollm2_works_on_a_sum_as_without_trials(smollm2_folder):
+    decoder, tokenizer = load_backbone(smollm2_folder).eval(), load_tokenizer(smollm2_folder)
     digits = {tokenizer.token_to_id(str(digit)) for digit in range(10)}
     ask = tuple(tokenizer.encode("\nThe answer is ", add_special_tokens=False).ids)
     marks = frozenset({ask[0], 2})

@@ -1,6 +1,5 @@
 """A decoder's weights in 8 and 4 bits: blocks of 32 numbers share a scale, and the guarantee is that of the graph."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -234,23 +233,16 @@ def test_a_graph_without_thresholds_is_told_the_rule_that_its_heads_pay_for(tmp_
 
 
 # ---- SmolLM2 ----
-NEEDS_SMOLLM2 = pytest.mark.skipif(
-    "MINI_EE_MODELS" not in os.environ, reason="needs MINI_EE_MODELS, the folder of real models"
-)
-
-
 @pytest.fixture
-def smollm2():
-    return plain_decoder(Path(os.environ["MINI_EE_MODELS"]) / "smollm2")
+def smollm2(smollm2_folder):
+    return plain_decoder(smollm2_folder)
 
 
-@NEEDS_SMOLLM2
 def test_smollm2_writes_what_torch_writes(smollm2, tmp_path):
     verified = export(smollm2, tmp_path / "out")["verified"]
     assert verified["prediction_agreement"] == verified["token_agreement"] == 1
 
 
-@NEEDS_SMOLLM2
 @pytest.mark.parametrize("precision, least", [("int8", 0.92), ("int4", 0.65)])
 def test_smollm2_in_blocks_predicts_what_torch_predicts_with_the_rounded_weights(smollm2, tmp_path, precision, least):
     """After the same text: written freely, texts differ for good after the first token that differs.
