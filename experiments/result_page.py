@@ -59,7 +59,7 @@ def figures_of(recipe: dict, data: PageData) -> dict:
             picture for picture in recipe["pictures"] if data.folder and (data.folder / picture["file"]).exists()
         ],
         "figure": partial(mean_of, data),
-        "row": partial(_row, judged, data),
+        "row": partial(_row, judged, data, _Elsewhere(data)),
         "ranks": partial(rank_correlation, data),
         "table": {table["id"]: table_text(table, data) for table in reversed(recipe["tables"])},
     }
@@ -141,27 +141,58 @@ def _compared_row(compare: dict, comparison: Compared | None, data: PageData, pa
     return [name, *means, difference, "" if part else reported, comparison.seeds, "" if part else comparison.verdict]
 
 
-def _row(judged: dict[str, Judged], data: PageData, label: str, name: str, at: int | None = None) -> str:
+class _Elsewhere:
+    """Verdicts of other pages beside that of these records. A page is read once."""
+
+    def __init__(self, data: PageData):
+        self.data, self.pages = data, {}
+
+    def verdict(self, page: str, name: str, at: int | None = None) -> str:
+        """That of a claim of a page, or of one of its comparisons."""
+        if page not in self.pages:
+            recipe = load_recipe(page)
+            claims = {claim["name"]: claim for claim in recipe["claims"]}
+            self.pages[page] = claims, read_data(self.data.folder.parent / page, recipe)
+        claims, data = self.pages[page]
+        return _verdict(judge_claim(claims[name], data), at)
+
+
+def _verdict(one: Judged, at: int | None) -> str:
+    """That of the claim, or of one of its comparisons."""
+    if at is None:
+        return one.verdict
+    result = compared.verdict if (compared := one.comparisons[at]) else MISSING
+    return WORDS.get(result, result) or MISSING
+
+
+def _row(
+    judged: dict[str, Judged],
+    data: PageData,
+    elsewhere: _Elsewhere,
+    label: str,
+    name: str,
+    at: int | None = None,
+    other: tuple | None = None,
+) -> str:
     """A row of a first page: the label, what the paper reports, ours, and the verdict.
 
-    at: the comparison of the claim; None: the one that is farthest from what the claim requires.
+    at: the comparison of the claim; None: the one that is farthest from what the claim requires. other: page, claim and
+    perhaps comparison; their verdict is a last cell.
     """
     one = judged[name]
-    compares = comparisons_of(one.claim)
+    compares, verdict = comparisons_of(one.claim), _verdict(one, at)
+    last = [elsewhere.verdict(*other)] if other else []
     if at is None:
         margins = [_margin(compared) for compared in one.comparisons] or [0.0]
-        at, verdict = margins.index(min(margins)), one.verdict
-    else:
-        result = compared.verdict if (compared := one.comparisons[at]) else MISSING
-        verdict = WORDS.get(result, result) or MISSING
+        at = margins.index(min(margins))
     if not compares:
-        return markdown_row([label, NONE, NONE, f"**{verdict}**"])
+        return markdown_row([label, NONE, NONE, f"**{verdict}**", *last])
     compare, comparison = compares[at], one.comparisons[at]
     ours = NOT_RUN if comparison is None else NO_FIGURE
     if comparison not in (None, NO_SEED_HAS_IT):
         (_, figure), *_ = sides(compare, "more")
         ours = _interval(comparison, figure) if sides(compare, "than") else _value(comparison, figure)
-    return markdown_row([label, compare.get("reported", NONE), ours, f"**{verdict}**"])
+    return markdown_row([label, compare.get("reported", NONE), ours, f"**{verdict}**", *last])
 
 
 def _margin(comparison: Compared | None) -> float:

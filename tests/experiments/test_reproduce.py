@@ -1040,3 +1040,20 @@ def test_a_claim_whose_cases_were_not_all_run_shows_which_were(tmp_path):
     assert claim.verdict == MISSING
     assert claim.compared[0][1:] == ["not run", "not run", "not run", "–", 0, "not run"]
     assert claim.compared[1] == ["full: reviews joint, against a number", "75.0%", "50.0%", "+25.0", "–", 3, "above"]
+
+
+def test_a_row_ends_with_the_verdict_of_another_page_if_it_names_one(tmp_path, monkeypatch):
+    name = "reviews joint"
+    exact = {"more": name, "than": 0.5, "figure": "full", "exact": True}
+    both = TINY | {"claims": [{"name": "one", "text": "One", "paper": "-", "compare": [exact]}]}
+    for page, full in (("larger", 0.75), ("small", 0.25)):
+        made = MADE | {"figures": {"full": full}, "data": {"reviews": "abc"}, "test_rows": 0}
+        case = {"case": name, "measure": "rows", "options": cases_of(TINY)[name].options}
+        (tmp_path / page).mkdir()
+        write_json(trainings.file_of(tmp_path / page, name), case | {"seeds": dict.fromkeys("012", made)})
+    monkeypatch.setattr(result_page, "load_recipe", lambda page: both)
+    row = figures_of(both, read_data(tmp_path / "larger", both))["row"]
+    assert row("One", "one") == "| One | – | 75.0% | **holds** |"
+    assert row("One", "one", other=("small", "one")) == "| One | – | 75.0% | **holds** | fails |"
+    assert row("One", "one", 0, ("small", "one", 0)) == "| One | – | 75.0% | **holds** | fails |"
+    assert row("One", "one", other=("none", "one")) == "| One | – | 75.0% | **holds** | open |"
