@@ -14,7 +14,7 @@ from mini_ee.lab.errors import WrongArguments
 
 RECIPES = Path(__file__).parent / "recipes"
 PAPERS = ("loraexit", "self-supervised", "raee", "consistentee")
-PAGES = (*PAPERS, "shortest", "estimate")
+PAGES = (*PAPERS, "larger-models", "shortest", "estimate")
 METHOD_OF = {"loraexit": "lora-exits", "consistentee": "consistent"}  # page -> method, if they have different names
 
 
