@@ -7,7 +7,8 @@ import csv
 import io
 import json
 from collections import Counter
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +60,7 @@ def figures_of(recipe: dict, data: PageData) -> dict:
             picture for picture in recipe["pictures"] if data.folder and (data.folder / picture["file"]).exists()
         ],
         "figure": partial(mean_of, data),
-        "row": partial(_row, judged, data, _Elsewhere(data)),
+        "row": partial(_row, judged, data, cache(partial(_other_page, data))),
         "ranks": partial(rank_correlation, data),
         "table": {table["id"]: table_text(table, data) for table in reversed(recipe["tables"])},
     }
@@ -141,23 +142,13 @@ def _compared_row(compare: dict, comparison: Compared | None, data: PageData, pa
     return [name, *means, difference, "" if part else reported, comparison.seeds, "" if part else comparison.verdict]
 
 
-class _Elsewhere:
-    """Verdicts of other pages beside that of these records. A page is read once."""
-
-    def __init__(self, data: PageData):
-        self.data, self.pages = data, {}
-
-    def verdict(self, page: str, name: str, at: int | None = None) -> str:
-        """That of a claim of a page, or of one of its comparisons."""
-        if page not in self.pages:
-            recipe = load_recipe(page)
-            claims = {claim["name"]: claim for claim in recipe["claims"]}
-            self.pages[page] = claims, read_data(self.data.folder.parent / page, recipe)
-        claims, data = self.pages[page]
-        return _verdict(judge_claim(claims[name], data), at)
+def _other_page(data: PageData, page: str) -> tuple[dict[str, dict], PageData]:
+    """The claims of another page, by name, and its records, which stand beside these."""
+    recipe = load_recipe(page)
+    return {claim["name"]: claim for claim in recipe["claims"]}, read_data(data.folder.parent / page, recipe)
 
 
-def _verdict(one: Judged, at: int | None) -> str:
+def _verdict(one: Judged, at: int | None = None) -> str:
     """That of the claim, or of one of its comparisons."""
     if at is None:
         return one.verdict
@@ -168,7 +159,7 @@ def _verdict(one: Judged, at: int | None) -> str:
 def _row(
     judged: dict[str, Judged],
     data: PageData,
-    elsewhere: _Elsewhere,
+    other_page: Callable[[str], tuple[dict[str, dict], PageData]],
     label: str,
     name: str,
     at: int | None = None,
@@ -181,7 +172,11 @@ def _row(
     """
     one = judged[name]
     compares, verdict = comparisons_of(one.claim), _verdict(one, at)
-    last = [elsewhere.verdict(*other)] if other else []
+    last = []
+    if other:
+        page, other_name, *part = other
+        claims, records = other_page(page)
+        last = [_verdict(judge_claim(claims[other_name], records), *part)]
     if at is None:
         margins = [_margin(compared) for compared in one.comparisons] or [0.0]
         at = margins.index(min(margins))

@@ -1045,7 +1045,8 @@ def test_a_claim_whose_cases_were_not_all_run_shows_which_were(tmp_path):
 def test_a_row_ends_with_the_verdict_of_another_page_if_it_names_one(tmp_path, monkeypatch):
     name = "reviews joint"
     exact = {"more": name, "than": 0.5, "figure": "full", "exact": True}
-    both = TINY | {"claims": [{"name": "one", "text": "One", "paper": "-", "compare": [exact]}]}
+    compare = [exact, exact | {"than": 0.1}]
+    both = TINY | {"claims": [{"name": "one", "text": "One", "paper": "-", "compare": compare}]}
     for page, full in (("larger", 0.75), ("small", 0.25)):
         made = MADE | {"figures": {"full": full}, "data": {"reviews": "abc"}, "test_rows": 0}
         case = {"case": name, "measure": "rows", "options": cases_of(TINY)[name].options}
@@ -1056,4 +1057,5 @@ def test_a_row_ends_with_the_verdict_of_another_page_if_it_names_one(tmp_path, m
     assert row("One", "one") == "| One | – | 75.0% | **holds** |"
     assert row("One", "one", other=("small", "one")) == "| One | – | 75.0% | **holds** | fails |"
     assert row("One", "one", 0, ("small", "one", 0)) == "| One | – | 75.0% | **holds** | fails |"
+    assert row("One", "one", 1, ("small", "one", 1)) == "| One | – | 75.0% | **holds** | holds |"
     assert row("One", "one", other=("none", "one")) == "| One | – | 75.0% | **holds** | open |"
