@@ -47,7 +47,8 @@ def load_recipe(paper: str, quick: bool = False) -> dict:
     recipe = read_json(RECIPES / f"{paper}.json")
     small = recipe.pop("quick", None)
     if quick and small is None:
-        raise WrongArguments(f"--quick is for {', '.join(PAPERS)}; leave it out for {paper}")
+        papers = ", ".join(METHOD_OF.get(page, page) for page in PAPERS)
+        raise WrongArguments(f"--quick is for {papers}; leave it out for {paper}")
     for claim in recipe["claims"]:
         if (tried := claim.get("tried")) and isinstance(tried["cases"], str):
             tried["cases"] = recipe["settings"][tried["cases"]]

@@ -111,7 +111,7 @@ class Sources:
         if not path.exists():
             raise WrongArguments(
                 f"{path}: no such file or folder; give --sources a folder with weights/ and data/ that contain what "
-                f"the recipe names, or use --quick, which needs none of them"
+                f"the recipe names (weights/README.md); the pages of the papers need none of them with --quick"
             )
         self.paths[kind, name] = path
         return path

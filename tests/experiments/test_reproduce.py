@@ -1059,3 +1059,9 @@ def test_a_row_ends_with_the_verdict_of_another_page_if_it_names_one(tmp_path, m
     assert row("One", "one", 0, ("small", "one", 0)) == "| One | – | 75.0% | **holds** | fails |"
     assert row("One", "one", 1, ("small", "one", 1)) == "| One | – | 75.0% | **holds** | holds |"
     assert row("One", "one", other=("none", "one")) == "| One | – | 75.0% | **holds** | open |"
+
+
+def test_quick_is_refused_for_a_page_without_a_small_version(tmp_path, capsys):
+    assert main(["reproduce", "larger-models", "--quick", "--out", str(tmp_path / "out")]) == 2
+    quick = "--quick is for lora-exits, self-supervised, raee, consistent; leave it out for larger-models"
+    assert quick in capsys.readouterr().err and not (tmp_path / "out").exists()
