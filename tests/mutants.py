@@ -840,7 +840,7 @@ OF_LEADERBOARD = [
 
 OF_PAGES = [
     ("experiments.pages._recorded", always(lambda value: value), "pages.py::test_a_figure_without_a_record_is_an_error[none-{{ x }}]"),
-    ("experiments.data.convert", source("!= known[name]", "is None"), "data.py::test_a_file_that_differs_is_not_written_and_what_is_missing_is_named"),
+    ("experiments.data.convert", source("!= KNOWN[name]", "is None"), "data.py::test_a_file_that_differs_is_not_written_and_what_is_missing_is_named"),
     ("experiments.data.sentence_piece", source("in tokens[3 + 256 :]:", "in reversed(tokens[3 + 256 :]):"), "data.py::test_pieces_merge_in_the_order_of_their_result"),
     ("experiments.claims._row_variance", source("np.mean(one, axis=0)", "one[0]"), "verdicts.py::test_with_records_the_error_is_that_of_the_differences_of_examples"),
     ("experiments.verdicts.judged", source("LEVEL / sizes", "LEVEL"), "verdicts.py::test_the_papers_size_is_excluded_among_several_with_bonferronis_correction"),
