@@ -5,6 +5,7 @@ contains another one.
 """
 
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from mini_ee.experiments.retrieval_measures import of_compared, of_retrieval
 from mini_ee.lab.backbones.hub import load_backbone
 from mini_ee.lab.calibration import observe
 from mini_ee.lab.data.files import read_json
+from mini_ee.lab.data.multiple_choice import load_benchmark
 from mini_ee.lab.data.tasks import Split, Task, holdout, subset
 from mini_ee.lab.early_exit import early_exit
 from mini_ee.lab.evaluation.comparison import compare_tokens, rules_of
@@ -34,14 +36,21 @@ from mini_ee.lab.evaluation.row_evaluation import (
     timed_batches,
 )
 from mini_ee.lab.evaluation.savings_estimate import savings_at, suitability, threshold_at
-from mini_ee.lab.evaluation.token_evaluation import EPSILONS, at_equal_agreement, held_text, sweep, written_texts
+from mini_ee.lab.evaluation.token_evaluation import (
+    EPSILONS,
+    at_equal_agreement,
+    held_text,
+    score_benchmark,
+    sweep,
+    written_texts,
+)
 from mini_ee.lab.exits.generation import Sampling
 from mini_ee.lab.exits.text_record import record_texts
 from mini_ee.lab.methods.consistent_hardness import hardness_in_training
 from mini_ee.lab.methods.lora_exits_streams import parallel, restart
 from mini_ee.lab.methods.raee_collect import untrained_rows
 from mini_ee.lab.recording import Record, exit_scores, record, summary
-from mini_ee.lab.rules import Never, Policy, rule_from_dict
+from mini_ee.lab.rules import Never, Policy, Threshold, rule_from_dict
 from mini_ee.lab.training.default_rule import choose
 from mini_ee.lab.training.holdout import split_rows
 from mini_ee.lab.training.run_folder import Run
@@ -52,6 +61,7 @@ STORED_ROWS = 500  # held-out rows of a record
 ROUNDING = 1e-5  # larger than the rounding error of a reference's score in the JSON, smaller than one row's share
 CURVE_POINTS = 24  # at most, of a curve in the JSON
 CONFIDENCE_MEASURE = "breaking_ties"
+QUESTIONS = 250  # of a benchmark
 SAVED_PERCENT = (10, 20, 30, 50, 60)  # of the layers, at which generated texts are compared
 SAMPLING = Sampling(temperature=1.0, top_k=40, top_p=0.75)  # ConsistentEE, Section 4, generation
 STREAM_BATCHES = (1, 2, 4, 8)  # batch sizes whose streams are timed
@@ -266,12 +276,15 @@ def of_tokens(run: Run, task: None, reference: dict | None) -> Measured:
     return figures, lists
 
 
-def of_tokens_over_epsilon(run: Run, text: Path | None, reference: dict | None) -> Measured:
-    """The same, and the paper's Fig. 2 to 4: perplexity, speed-up and exit layers by epsilon."""
+def of_tokens_over_epsilon(run: Run, read: Path | list[Path] | None, reference: dict | None) -> Measured:
+    """The same, and the paper's Fig. 2 to 4: perplexity or benchmarks, speed-up and exit layers by epsilon.
+
+    read: a text, or the folders of benchmarks, of which the seed draws QUESTIONS.
+    """
     figures, lists = of_tokens(run, None, reference)
-    seed, reference_text = run.config["seed"], None
-    if text is not None:
-        reference_text = record_texts(run.model, held_text(text, run, seed), progress="reading", last=False)
+    seed, reference_text, folders = run.config["seed"], None, read if isinstance(read, list) else []
+    if isinstance(read, Path):
+        reference_text = record_texts(run.model, held_text(read, run, seed), progress="reading", last=False)
     swept = sweep(run, CONFIDENCE_MEASURE, reference_text, None, seed)
     if reference_text is not None:
         figures["full perplexity"] = swept["full_perplexity"]
@@ -286,7 +299,21 @@ def of_tokens_over_epsilon(run: Run, text: Path | None, reference: dict | None) 
         figures |= {f"leave after {layer} {at}": float(share) for layer, share in zip(run.exits, shares)}
         if reference_text is not None:
             figures[f"perplexity {at}"] = row["perplexity"]
+    for folder in folders:
+        figures |= _benchmark_over_epsilon(run, folder, swept["rows"])
     return figures, lists
+
+
+def _benchmark_over_epsilon(run: Run, folder: Path, rows: list[dict]) -> dict[str, float]:
+    """Accuracy on QUESTIONS of a benchmark: without exits, and with the thresholds of each row of a sweep."""
+    seed = run.config["seed"]
+    scores = score_benchmark(run, load_benchmark(folder).subset(QUESTIONS, seed))
+    rules = {folder.name: Never()}
+    for row in rows:
+        thresholds = (*map(float, row["thresholds"]), -inf)
+        name = f"{folder.name} at epsilon {row['epsilon']:g}".replace("0.", ".")
+        rules[name] = Threshold(thresholds, CONFIDENCE_MEASURE)
+    return {name: scores.accuracy(scores.recorded.replay(rule).exit_index)["accuracy"] for name, rule in rules.items()}
 
 
 # ---- Generated text ----

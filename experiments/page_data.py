@@ -20,7 +20,7 @@ NOT_RUN, NO_FIGURE = "not run", "none"  # cells of a case that was not run; of o
 SHARE = re.compile(  # figures that are shares of 1, printed in percent
     r"((policy|default|decoded) )?(score|saved|agreement)( .+)?|full|hold-out( .+)?|majority|reference|overthought"
     r"|default lost|(leave|left|accuracy) after .+|head .+|end to end .+|best single layer|kNN votes.*|random layers"
-    r"|oracle|estimate.*|measured|AdaInfer|SLEB|CALM"
+    r"|oracle|estimate.*|measured|AdaInfer|SLEB|CALM|(HellaSwag|Winogrande|MMLU)( .+)?"
 )
 
 TEST_SHARE = re.compile(  # shares of the reported split of a task, which is the same for all seeds

@@ -26,14 +26,15 @@ class Case(NamedTuple):
     options: dict  # of `mini_ee.train`; {"choose": [...]}: the value is chosen on the held-out set, among numbers and
     # beyond them (see trainings.next_to_try), or among settings of one or several options
     reference: str | None = None  # the case whose last exit a loss of accuracy is measured against
-    reads: str | None = None  # a text whose perplexity is measured
+    reads: str | list[str] | None = None  # a text whose perplexity is measured, or benchmarks
     seeds: int | None = None  # number of seeds on the page; None: 3, or 1 with --quick
     of: tuple[str, ...] = ()  # if it is selected: the cases of which each seed has the one with the largest figure
     by: str = ""  # that figure, of held-out examples
 
     def sources(self) -> list[str]:
-        """The names of the task and the texts that the case reads."""
-        named = (self.options.get("task"), self.options.get("text"), self.reads)
+        """The names of the task, the texts and the benchmarks that the case reads."""
+        read = self.reads if isinstance(self.reads, list) else [self.reads]
+        named = (self.options.get("task"), self.options.get("text"), *read)
         return [name for name in dict.fromkeys(named) if isinstance(name, str)]
 
 

@@ -138,8 +138,13 @@ class Sources:
             self.options(named)
             if named != options:
                 self.find("data", "SST-2"), self.find("data", "SST-5")
-        if case.reads:
-            self.find("data", case.reads)
+        self.read_by(case)
+
+    def read_by(self, case: Case) -> Path | list[Path] | None:
+        """The text, or the folders of the benchmarks, that the case reads."""
+        if isinstance(case.reads, list):
+            return [self.find("data", name) for name in case.reads]
+        return self.find("data", case.reads) if case.reads else None
 
     def options(self, options: dict) -> dict:
         """The options with folders instead of names."""
@@ -254,26 +259,34 @@ def _reference(folder: Path, case: Case, seed: int, dropped: int) -> dict | None
 
 
 def _read(case: Case, sources: Sources) -> tuple:
-    """The task or the text of a case, and the number of rows dropped from the reported split of the task because a
-    row of its train split has the same text.
+    """The task, the text or the benchmarks of a case, and the number of rows that are dropped from the reported split
+    of the task because a row of its train split has the same text.
     """
     if case.measure not in READ_A_TASK:
-        return case.reads and sources.find("data", case.reads), 0
+        return sources.read_by(case), 0
     folder = sources.options(case.options).get("task")
     task, dropped = (load_task(folder) if isinstance(folder, Path) else toy_task()).without_seen_rows()
     return task, dropped.get(task.default_split, 0)
 
 
 def _checksums(case: Case, measured_on, sources: Sources) -> dict[str, str]:
-    """Name -> sha256 of the task (texts and labels of all splits) and of the texts that the case reads."""
+    """Name -> sha256 of the task (texts and labels of all splits), and of the other data that the case reads."""
     sums = {}
     for name in case.sources():
         if name == case.options.get("task"):
             if isinstance(measured_on, Task):
                 sums[name] = json_sha256({split: rows.sha256() for split, rows in measured_on.splits.items()})
-        elif name not in BUILT_IN and (path := sources.find("data", name)).is_file():
-            sums[name] = file_sha256(path)
+        elif name not in BUILT_IN:
+            sums[name] = sha256_of(sources.find("data", name))
     return sums
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file its own; of a folder that of its files' names and checksums."""
+    if path.is_file():
+        return file_sha256(path)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return json_sha256({file.relative_to(path).as_posix(): file_sha256(file) for file in files})
 
 
 def _chosen(path: Path, case: Case, record: dict, seed: int, sources: Sources, say) -> dict:

@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from mini_ee.experiments.pages import check_is_page, heading, write_page
-from mini_ee.lab.data.files import file_sha256, json_sha256, read_json, write_json
+from mini_ee.lab.data.files import read_json, write_json
 from mini_ee.lab.errors import WrongArguments
 
 MADE = "measured"  # key of the JSON: part -> how it was measured
@@ -80,7 +80,7 @@ def _module(name: str):
 
 def _measure(name: str, part: Callable, json_path: Path, sources: Path | None) -> None:
     """Measure one part and add it to the JSON. Other processes may measure other parts at the same time."""
-    from mini_ee.experiments.trainings import Sources, how_made
+    from mini_ee.experiments.trainings import Sources, how_made, sha256_of
 
     work = json_path.parent / json_path.stem / "runs"
     work.mkdir(parents=True, exist_ok=True)
@@ -93,16 +93,8 @@ def _measure(name: str, part: Callable, json_path: Path, sources: Path | None) -
         write_json(seconds_path, {"seconds": seconds})
     made = how_made() | {
         "core_hours": float(f"{seconds / 3600:.3g}"),
-        "data": {data_name: _sha256(path) for (kind, data_name), path in read.paths.items() if kind == "data"},
+        "data": {data_name: sha256_of(path) for (kind, data_name), path in read.paths.items() if kind == "data"},
     }
     with FileLock(json_path.with_suffix(".lock")):
         figures = read_json(json_path) if json_path.exists() else {}
         write_json(json_path, figures | part_figures | {MADE: figures.get(MADE, {}) | {name: made}})
-
-
-def _sha256(path: Path) -> str:
-    """Of a file its own; of a folder that of its files' names and checksums."""
-    if path.is_file():
-        return file_sha256(path)
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return json_sha256({file.relative_to(path).as_posix(): file_sha256(file) for file in files})

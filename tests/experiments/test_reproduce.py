@@ -40,11 +40,12 @@ from mini_ee.experiments.verdicts import EXCLUDED, FAILS, HOLDS, LEAST_SEEDS, MI
 from mini_ee.lab.calibration import observe
 from mini_ee.lab.cli.main import main
 from mini_ee.lab.data.files import file_sha256, json_sha256, read_json, sole_writer, write_json
+from mini_ee.lab.data.multiple_choice import load_benchmark
 from mini_ee.lab.data.tasks import holdout, load_task, toy_task
 from mini_ee.lab.errors import WrongArguments
 from mini_ee.lab.evaluation import row_evaluation, savings_estimate
 from mini_ee.lab.evaluation.probes import Costs
-from mini_ee.lab.evaluation.token_evaluation import EPSILONS
+from mini_ee.lab.evaluation.token_evaluation import EPSILONS, score_benchmark
 from mini_ee.lab.recording import exit_scores, record, summary
 from mini_ee.lab.rules import Never, Threshold, rule_from_dict
 from mini_ee.lab.training import default_rule
@@ -291,8 +292,29 @@ def test_a_text_read_by_a_case_has_the_checksum_of_its_file(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "stories.txt").write_text("Once upon a time.")
     case = Case("a", "tokens", {"text": "continue"}, reads="stories.txt")
-    sums = trainings._checksums(case, None, trainings.Sources(tmp_path, tmp_path))
+    sources = trainings.Sources(tmp_path, tmp_path)
+    sums = trainings._checksums(case, None, sources)
     assert sums == {"stories.txt": file_sha256(tmp_path / "data" / "stories.txt")}
+    benchmark = tmp_path / "data" / "HellaSwag"
+    benchmark.mkdir()
+    (benchmark / "val.jsonl").write_text("{}")
+    several = case._replace(reads=["HellaSwag", "stories.txt"])
+    assert sources.read_by(several) == [benchmark, tmp_path / "data" / "stories.txt"]
+    of_folder = json_sha256({"val.jsonl": file_sha256(benchmark / "val.jsonl")})
+    assert trainings._checksums(several, None, sources) == sums | {"HellaSwag": of_folder}
+
+
+@pytest.mark.slow
+def test_the_accuracy_on_a_benchmark_is_that_of_replayed_exits(tmp_path, llama_folder):
+    rows = [{"ctx": "the cat", "endings": ["was good", "was bad", "is", "a"], "label": at % 4} for at in range(6)]
+    (tmp_path / "HellaSwag").mkdir()
+    (tmp_path / "HellaSwag" / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = train("self-supervised", llama_folder, out=tmp_path / "run", exits=(1, 3), texts=4, new_tokens=4, epochs=1)
+    swept = [{"epsilon": 0.5, "thresholds": [0.0]}, {"epsilon": 0.9, "thresholds": ["inf"]}]
+    figures = measures._benchmark_over_epsilon(run, tmp_path / "HellaSwag", swept)
+    scores = score_benchmark(run, load_benchmark(tmp_path / "HellaSwag"))
+    early, full = (scores.accuracy(np.full(len(scores.recorded.logits), k))["accuracy"] for k in (0, 1))
+    assert figures == {"HellaSwag": full, "HellaSwag at epsilon .5": early, "HellaSwag at epsilon .9": full}
 
 
 @pytest.mark.parametrize(
