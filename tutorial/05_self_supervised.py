@@ -162,11 +162,12 @@ plots.guarantee(realised, epsilon)
 # |---|---|
 # | a lower epsilon exits earlier and decodes faster, and costs quality | holds |
 # | *breaking ties* is the best confidence measure | holds: better than the largest probability and the entropy |
-# | the penalty's higher entropy saves layers | untested with a real vocabulary; with the small one here it does not |
+# | the penalty's higher entropy saves layers | not with the small vocabulary here; undecided with a real one |
 #
-# These [verdicts](results/self-supervised.md) rest on several seeds and two decoders. **Use it** when you have a
-# decoder and no labels, and when a head costs much less than the layers between two heads. Does it save *time*?
-# Chapter 8 measures that.
+# These [verdicts](results/self-supervised.md) rest on several seeds and two decoders, and on a third one with [a real
+# vocabulary](results/larger-models.md#self-supervised-exits-with-a-real-vocabulary). **Use it** when you have a decoder
+# and no labels, and when a head costs much less than the layers between two heads. Does it save *time*? Chapter 8
+# measures that.
 #
 # The same as a script: `python -m mini_ee.self_supervised`, with `--model DIR` for a Llama of your own.
 
