@@ -61,6 +61,7 @@ STORED_ROWS = 500  # held-out rows of a record
 ROUNDING = 1e-5  # larger than the rounding error of a reference's score in the JSON, smaller than one row's share
 CURVE_POINTS = 24  # at most, of a curve in the JSON
 CONFIDENCE_MEASURE = "breaking_ties"
+SAVING_MEASURES = (CONFIDENCE_MEASURE, "max_probability", "entropy")  # whose savings are compared
 QUESTIONS = 250  # of a benchmark
 SAVED_PERCENT = (10, 20, 30, 50, 60)  # of the layers, at which generated texts are compared
 SAMPLING = Sampling(temperature=1.0, top_k=40, top_p=0.75)  # ConsistentEE, Section 4, generation
@@ -259,6 +260,14 @@ def of_streams(run: Run, task: Task, reference: dict | None, least: float = STRE
 
 def of_tokens(run: Run, task: None, reference: dict | None) -> Measured:
     """Heads on a decoder: their training, and their savings on new text at equal agreement on calibration text."""
+    figures, lists = _training_of_heads(run)
+    _, calibration, new = written_texts(run, run.config["seed"])
+    recorded = [record_texts(run.model, texts, progress="observing") for texts in (calibration, new)]
+    return figures | _savings(at_equal_agreement(*recorded, SAVING_MEASURES)), lists
+
+
+def _training_of_heads(run: Run) -> Measured:
+    """Agreement and entropy of each head after the training, and their course."""
     metrics, exits = read_json(run.folder / "metrics.json"), run.exits
     figures = {f"agreement after {layer}": value for layer, value in zip(exits, metrics["agreement"])}
     figures |= {f"entropy after {layer}": value for layer, value in zip(exits, metrics["entropy"])}
@@ -268,12 +277,17 @@ def of_tokens(run: Run, task: None, reference: dict | None) -> Measured:
     lists = {"step": [float(point["step"]) for point in history]}
     for k, layer in enumerate(exits[:-1]):
         lists |= {f"{key} after {layer}": [point[key][k] for point in history] for key in ("agreement", "entropy")}
-    _, calibration, new = written_texts(run, run.config["seed"])
-    recorded = [record_texts(run.model, texts, progress="observing") for texts in (calibration, new)]
-    for row in at_equal_agreement(*recorded, (CONFIDENCE_MEASURE, "max_probability", "entropy")):
-        measure = "" if row["measure"] == CONFIDENCE_MEASURE else f", {row['measure'].replace('_', ' ')}"
-        figures[f"saved at {row['level']:g}{measure}".replace("0.", ".")] = row["layers_saved"]
     return figures, lists
+
+
+def _savings(rows: list[dict]) -> dict[str, float]:
+    """The figures of `at_equal_agreement`, by level and confidence measure."""
+    figures = {}
+    for row in rows:
+        if row["measure"] in SAVING_MEASURES:
+            measure = "" if row["measure"] == CONFIDENCE_MEASURE else f", {row['measure'].replace('_', ' ')}"
+            figures[f"saved at {row['level']:g}{measure}".replace("0.", ".")] = row["layers_saved"]
+    return figures
 
 
 def of_tokens_over_epsilon(run: Run, read: Path | list[Path] | None, reference: dict | None) -> Measured:
@@ -281,11 +295,12 @@ def of_tokens_over_epsilon(run: Run, read: Path | list[Path] | None, reference: 
 
     read: a text, or the folders of benchmarks, of which the seed draws QUESTIONS.
     """
-    figures, lists = of_tokens(run, None, reference)
+    figures, lists = _training_of_heads(run)
     seed, reference_text, folders = run.config["seed"], None, read if isinstance(read, list) else []
     if isinstance(read, Path):
         reference_text = record_texts(run.model, held_text(read, run, seed), progress="reading", last=False)
     swept = sweep(run, CONFIDENCE_MEASURE, reference_text, None, seed)
+    figures |= _savings(swept["measures"])
     if reference_text is not None:
         figures["full perplexity"] = swept["full_perplexity"]
     for epsilon, row in zip(EPSILONS, swept["rows"]):

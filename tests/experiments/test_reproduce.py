@@ -561,8 +561,8 @@ def test_writing_has_no_figure_for_shares_that_its_curve_does_not_reach(monkeypa
 def test_the_guarantee_of_epsilon_is_that_of_each_head_that_decides_a_token(monkeypatch):
     row = dict.fromkeys(("end_to_end", "layers_saved", "decoded_agreement", "speedup", "decoded_layers"), 0.5)
     rows = [row | {"agreement": [0.9, None, 0.8], "exit_counts": [1, 0, 1, 2]} for _ in EPSILONS]
-    monkeypatch.setattr(measures, "of_tokens", lambda *_: ({}, {}))
-    monkeypatch.setattr(measures, "sweep", lambda *_: {"rows": rows})
+    monkeypatch.setattr(measures, "_training_of_heads", lambda *_: ({}, {}))
+    monkeypatch.setattr(measures, "sweep", lambda *_: {"rows": rows, "measures": []})
     figures, _ = measures.of_tokens_over_epsilon(SimpleNamespace(config={"seed": 0}, exits=(1, 2, 3, 4)), None, None)
     heads = {name: share for name, share in figures.items() if name.startswith("head") and name.endswith(" .95")}
     assert heads == {"head 1 at epsilon .95": 0.9, "head 3 at epsilon .95": 0.8}
